@@ -1,6 +1,8 @@
-"""Exchanges of ranks that pretend to lie on several hosts, beside the same in one step."""
+"""Collectives of ranks that pretend to lie on several hosts, beside their definitions."""
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +14,7 @@ from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.plan.exchange import GradientExchange
+from shardwise.plan.exchange_calls import crossing_bytes
 from shardwise.plan.mesh import Mesh
 
 ELEMENTS = 24 * 6
@@ -93,18 +96,142 @@ def test_sums_of_hosts_travel_in_the_dtype_given(ranks: Any, between: str, total
     assert ranks(4).run(rounded, between) == [[total]] * 4
 
 
-def gathered(world: World, hosts: tuple[int, ...]) -> tuple[list[int], int, set[str]]:
-    group = group_over(world, hosts)
-    output = torch.empty(3 * world.size, dtype=torch.int32)
-    group.all_gather(output, torch.arange(3, dtype=torch.int32) + 10 * world.rank, "ranges").wait()
-    return output.tolist(), group.traffic.bytes, {name for name, *_ in group.traffic.counts}
+def transport_over(world: World, hosts: tuple[int, ...]) -> tuple[Group, type]:
+    mesh, policy = Mesh(dp_shard=world.size), CommPolicy(timeout_s=20.0)
+    with patch.object(world, "hosts", hosts):
+        group = world.group(mesh, "dp_shard", policy, world.clock(policy), Traffic())
+    return group, type(group.transport)
 
 
-@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 2, 2)])
-def test_gathers_in_two_levels(ranks: Any, hosts: tuple[int, ...]) -> None:
+class Crossed(NamedTuple):
+    """What one rank found, and the bytes that left it for ranks of other hosts by the calls of gloo."""
+
+    kind: str
+    failures: list[str]
+    counted: dict[str, int]
+    bits: dict[str, bytes]
+
+
+def collectives(world: World, hosts: tuple[int, ...], elements: int) -> Crossed:
+    """Run every collective beside its definition."""
+    group, kind = transport_over(world, hosts)
+    size, rank = world.size, world.rank
+    failures, bits, counted = [], {}, {}
+    every = [
+        torch.randint(-9, 9, (size * elements,), generator=torch.Generator().manual_seed(each)).double()
+        for each in range(size)
+    ]
+
+    def check(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+        if not torch.equal(found, wanted):
+            failures.append(f"{name}: {found.tolist()[:8]} for {wanted.tolist()[:8]}")
+        counted[name] = group.traffic.bytes - sum(counted.values())
+
+    summed = every[rank].clone()
+    group.all_reduce(summed, "a sum").wait()
+    check("all_reduce", summed, sum(every))
+    odd = every[rank][: size * elements - 1].clone()
+    group.all_reduce(odd, "an odd sum").wait()
+    check("odd", odd, sum(every)[:-1])
+    part = torch.full((elements,), 2.0, dtype=torch.float64)
+    group.reduce_scatter(part, every[rank], "a part", accumulate=True).wait()
+    check("reduce_scatter", part, sum(every).view(size, -1)[rank] + 2)
+    output = torch.zeros(size * elements, dtype=torch.float64)
+    first = group.all_gather(output, every[rank][:elements], "shards")
+    inside = torch.zeros(size, elements, dtype=torch.float64)
+    inside[rank] = every[rank][:elements]
+    second = group.all_gather(inside.view(-1), inside[rank], "shards")
+    second.wait()
+    first.wait()
+    for name, found in (("all_gather", output), ("in place", inside.view(-1))):
+        check(name, found, torch.cat([each[:elements] for each in every]))
+    for root in range(size):
+        copied = every[rank].clone()
+        group.broadcast(copied, root, "a copy").wait()
+        check(f"broadcast {root}", copied, every[root])
+    counts = [[(3 * i + 2 * j) % 4 for j in range(size)] for i in range(size)]
+    rows = [torch.arange(sum(row)) + 100 * i for i, row in enumerate(counts)]
+    arrived = torch.zeros(sum(row[rank] for row in counts), dtype=torch.int64)
+    group.all_to_all(arrived, rows[rank], counts, "rows").wait()
+    check("all_to_all", arrived, torch.cat([rows[i].split(counts[i])[rank] for i in range(size)]))
+    group.barrier()
+    uneven = torch.rand(size * elements, generator=torch.Generator().manual_seed(rank))
+    group.all_reduce(uneven, "a sum that rounds").wait()
+    bits["sum"] = uneven.numpy().tobytes()
+    return Crossed(kind.__name__, failures, counted, bits)
+
+
+@pytest.mark.parametrize("elements", [6, 3000])
+@pytest.mark.parametrize(
+    ("hosts", "kind"),
+    [
+        ((0, 0, 1, 1), "TwoLevelTransport"),
+        ((0, 0, 1), "TwoLevelTransport"),
+        ((0, 1, 1, 0), "TwoLevelTransport"),
+        ((0, 1), "TorchTransport"),
+        ((0, 0), "SharedMemoryTransport"),
+        pytest.param((0, 0, 0, 1, 1, 1), "TwoLevelTransport", marks=pytest.mark.soak),
+        pytest.param((0, 0, 1, 1, 2, 2), "TwoLevelTransport", marks=pytest.mark.soak),
+        pytest.param((0, 1, 1, 1, 2, 2), "TwoLevelTransport", marks=pytest.mark.soak),
+    ],
+)
+def test_every_collective_over_hosts(ranks: Any, hosts: tuple[int, ...], kind: str, elements: int) -> None:
+    """Whole numbers, which are added exactly; a sum that rounds has the same bits on all ranks and in each run."""
     size = len(hosts)
-    wanted = [10 * rank + place for rank in range(size) for place in range(3)]
-    assert ranks(size).run(gathered, hosts) == [(wanted, 3 * 4 * (size - 1), {"all_gather"})] * size
+    found, again = (ranks(size).run(collectives, hosts, elements) for _ in range(2))
+    assert [each.failures for each in found] == [[]] * size
+    assert {each.kind for each in found} == {kind}
+    assert len({each.bits["sum"] for each in (*found, *again)}) == 1
+    for name, times in (("all_reduce", 2), ("reduce_scatter", 1), ("all_gather", 2), ("broadcast 0", 1)):
+        assert {each.counted[name] for each in found} == {times * 8 * elements * (size - 1)}, name
+
+
+def moved(world: World, hosts: tuple[int, ...], elements: int) -> dict[str, tuple[int, int]]:
+    """Return the bytes that this rank gives to gloo, and its calls, by collective."""
+    group, _ = transport_over(world, hosts)
+    transport: Any = group.transport
+    full, shard = torch.rand(world.size * elements), torch.rand(elements)
+    given: list[int] = []
+
+    def counting(name: str, call: Any, share: Callable[[tuple[Any, ...]], int]) -> Any:
+        def counted(*arguments: Any) -> Any:
+            given.append(share(arguments))
+            return call(*arguments)
+
+        return counted
+
+    found = {}
+    across, flat = transport._across, transport.flat
+    peers = len({*hosts}) - 1
+    with ExitStack() as stack:
+        for target, name, share in (
+            (across, "all_reduce", lambda each: 2 * each[0].nbytes * peers // (peers + 1)),
+            (across, "broadcast", lambda each: each[0].nbytes * (each[1] == transport._host) * peers),
+            (across, "all_to_all", lambda each: each[1].nbytes * peers // (peers + 1)),
+            (flat, "all_reduce", lambda each: 1 << 40),
+            (flat, "broadcast", lambda each: 1 << 40),
+            (flat, "all_gather", lambda each: 1 << 40),
+            (flat, "reduce_scatter", lambda each: 1 << 40),
+        ):
+            stack.enter_context(patch.object(target, name, counting(name, getattr(target, name), share)))
+        for name, run in (
+            ("all_reduce", lambda: group.all_reduce(full, "x")),
+            ("reduce_scatter", lambda: group.reduce_scatter(shard, full, "x")),
+            ("all_gather", lambda: group.all_gather(full, shard, "x")),
+            ("broadcast", lambda: group.broadcast(full, 0, "x")),
+        ):
+            given.clear()
+            run().wait()
+            found[name] = (sum(given), crossing_bytes(name, full.numel(), 4, len({*hosts})))
+    return found
+
+
+def test_each_host_sends_its_sum_once(ranks: Any) -> None:
+    """The bytes given to gloo for other hosts are those of the closed form, one part for each rank of the host."""
+    found = ranks(4).run(moved, (0, 0, 1, 1), 8192)
+    for name in ("all_reduce", "reduce_scatter", "all_gather"):
+        assert {each[name][0] for each in found} == {found[0][name][1] // 2}, name
+    assert [each["broadcast"][0] for each in found] == [4 * 2 * 8192, 4 * 2 * 8192, 0, 0]
 
 
 def chosen(world: World, hosts: tuple[int, ...], asked: Any) -> Any:

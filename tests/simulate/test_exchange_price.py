@@ -133,24 +133,29 @@ def test_a_large_mesh_is_not_walked() -> None:
 
 
 def test_transports() -> None:
-    assert transport_of(False, 16, 8) == "nccl"
-    assert transport_of(True, 8, 8) == "shared_memory"
-    assert transport_of(True, 8, 8, "torch") == transport_of(True, 16, 8) == "gloo"
+    host, places, hosts = GroupPlace("host", 8), GroupPlace("cluster", 16, 2), GroupPlace("cluster", 2, 2)
+    assert transport_of(False, places) == "nccl"
+    assert transport_of(True, host) == "shared_memory"
+    assert transport_of(True, places) == "levels"
+    assert transport_of(True, host, "torch") == transport_of(True, places, "torch") == "gloo"
+    assert transport_of(True, hosts) == "gloo"
 
 
 # Prices ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["nccl", "gloo", "shared_memory"])
+@pytest.mark.parametrize("transport", ["nccl", "gloo", "shared_memory", "levels"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_more_bytes_and_more_ranks_take_no_less(operation: Operation, transport: TransportName) -> None:
     """A ring's steps and copies grow with the ranks; a two-fold message takes at most twice as long."""
     sizes = [1 << power for power in range(6, 31, 2)]
     for ranks, hosts in ((2, 1), (4, 1), (8, 1), (16, 2), (32, 4)):
-        if transport == "shared_memory" and hosts > 1:
+        if (transport == "shared_memory" and hosts > 1) or (transport == "levels" and hosts == 1):
             continue
         found = [seconds(operation, size, ranks, transport, hosts) for size in sizes]
         assert all(before <= after <= 4.4 * before for before, after in zip(found, found[1:], strict=False))
+    if transport == "levels":
+        return
     by_ranks = [seconds(operation, 1 << 24, ranks, transport) for ranks in (2, 4, 8, 16)]
     assert by_ranks == sorted(by_ranks)
 
@@ -222,6 +227,23 @@ def test_an_all_to_all_leaves_the_host_by_each_ranks_adapter() -> None:
         name: seconds("all_to_all", full / 4, ranks, hosts=hosts) for name, (ranks, hosts) in per_host.items()
     }
     assert levels["within"] < levels["across"] < flat / 3, "if a quarter of the rows goes to another host"
+
+
+def test_levels_as_we_compose_them() -> None:
+    """A slow network carries a host's sum once; each rank carries its part of it."""
+    full, rate, link = 1 << 28, 1e6, NEAR
+    hardware = replace(HARDWARE, links={"device": link, "host": link, "cluster": Link(rate, 1e-6)})
+    of = {
+        name: seconds(name, full, 8, "levels", hosts=2, hardware=hardware)  # type: ignore[arg-type]
+        for name in ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+    }
+    assert of["all_reduce"] == pytest.approx(full / 4 / rate, rel=0.01)
+    assert of["reduce_scatter"] == of["all_gather"] == pytest.approx(full / 8 / rate, rel=0.01)
+    assert of["broadcast"] == pytest.approx(full / 4 / rate, rel=0.01)
+    flat = seconds("all_reduce", full, 8, "gloo", hosts=2, hardware=hardware)
+    assert flat > 1.7 * of["all_reduce"]
+    uneven = seconds("all_reduce", full, 3, "levels", hosts=2, hardware=hardware)
+    assert uneven == pytest.approx(full / rate, rel=0.01), "one rank of each host carries all"
 
 
 def test_gloo_as_we_compose_it() -> None:

@@ -28,14 +28,7 @@ from shardwise.plan.exchange_calls import Operation, Purpose
 
 
 class Levels(Protocol):
-    """The two levels of a group whose ranks lie on several hosts (comm/two_levels.py)."""
-
-    gathers: bool
-    """True if gathers go in two levels too."""
-
-    def all_gather(self, output: Tensor, shard: Tensor, what: str, purpose: Purpose) -> PendingCollective:
-        """Gather the ranks' shards into ``output``."""
-        ...
+    """The two levels in which ranks on several hosts may sum gradients (comm/two_levels.py)."""
 
     def reduce_scatter(
         self,
@@ -66,7 +59,7 @@ class Group:
     hosts: tuple[int, ...] = ()
     """Number of each rank's host; empty: all ranks are on one host."""
     levels: "Levels | None" = None
-    """The groups across hosts and within this host, for exchanges in two levels; None: none are made."""
+    """The groups across hosts and within this host, for sums of gradients; None: none are made."""
 
     @classmethod
     def alone(cls, axis: str) -> "Group":
@@ -93,8 +86,6 @@ class Group:
             if not _is_there(output, shard):
                 output.copy_(shard)
             return DONE
-        if self.levels is not None and self.levels.gathers:
-            return self.levels.all_gather(output, shard, what, purpose)
         return self._run(
             "all_gather", purpose, output, what, lambda t, s: t.all_gather(output, shard, s, what)
         )
@@ -120,7 +111,7 @@ class Group:
             what: Name of the tensor in errors.
             purpose: Kind of traffic.
             accumulate: Add to ``shard_out`` instead of overwriting it.
-            exchange: The way of the sum; None: in one step, in the dtype of ``full``.
+            exchange: The way of the sum; None: the transport's own, in the dtype of ``full``.
             between: Dtype in which sums of hosts travel in two levels, if it is wider than ``full``'s.
         """
         if self.transport is None:
@@ -136,13 +127,14 @@ class Group:
             return self.levels.reduce_scatter(shard_out, full, what, purpose, accumulate, wide)
         if way == "sum" and full.dtype is not shard_out.dtype:
             full = full.to(shard_out.dtype)
-        return self._run(
-            "reduce_scatter",
-            purpose,
-            full,
-            what,
-            lambda t, s: t.reduce_scatter(shard_out, full, s, what, accumulate),
-        )
+        in_one_step = exchange is not None and exchange.hosts > 1
+
+        def start(transport: Transport, timeout_s: float) -> PendingCollective | None:
+            chosen = getattr(transport, "flat", transport) if in_one_step else transport
+            found: PendingCollective | None = chosen.reduce_scatter(shard_out, full, timeout_s, what, accumulate)
+            return found
+
+        return self._run("reduce_scatter", purpose, full, what, start)
 
     def all_reduce(self, tensor: Tensor, what: str, purpose: Purpose = "gradients") -> PendingCollective:
         """Sum ``tensor`` over the ranks in place, with the same bits on each.

@@ -1,7 +1,8 @@
 """Links: the transports of tensors between the ranks of a World, made when they are first needed and kept.
 
-    transport   the collectives of a group: shared memory between CPU ranks of one host, else a group of torch
-    wire        the messages of two ranks: shared memory likewise, else torch's messages
+    transport   the collectives of a group: shared memory between CPU ranks of one host; two levels between CPU ranks
+                of several hosts (two_levels.py), shared memory within each host and gloo across; else a group of torch
+    wire        the messages of two ranks: shared memory between CPU ranks of one host, else torch's messages
 
 Groups of the same ranks share a transport, whose collectives run in one order. Collectives beside the main thread use
 another transport, under the name of their *lane*. Memory, descriptors and groups of torch end with ``release``.
@@ -20,9 +21,11 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.groups import GROUP_TIMEOUT_S, HOST_BACKENDS, backends, end_groups, make_group
 from shardwise.comm.peers import RING, PointToPoint, SharedMemoryWire, TorchWire, Wire
 from shardwise.comm.policy import CommPolicy
+from shardwise.comm.rendezvous.hosts import different_hosts, grid_of
 from shardwise.comm.shared_memory import SharedMemoryTransport, SharedMemoryUnavailable
 from shardwise.comm.shared_ring import meet
 from shardwise.comm.transports import TorchTransport, Transport
+from shardwise.comm.two_levels import TwoLevelTransport
 from shardwise.memory.leftovers import LEFTOVERS
 
 _log = logging.getLogger(__name__)
@@ -34,7 +37,6 @@ class WorldLinks:
     Args:
         rank: This rank's index in ``members``.
         members: Ranks of the job, by rank of the World.
-        local_size: Number of members on this host.
         device: Device of the tensors.
         backend: Backend of torch.
         board: Texts between the ranks.
@@ -46,7 +48,6 @@ class WorldLinks:
         self,
         rank: int,
         members: tuple[int, ...],
-        local_size: int,
         device: torch.device,
         backend: str,
         board: MessageBoard,
@@ -54,14 +55,13 @@ class WorldLinks:
     ):
         self._rank = rank
         self._members = members
-        self._local_size = local_size
         self._device = device
         self._backend = backend
         self._board = board
         self._uses_default = uses_default
-        self.transports: dict[tuple[tuple[int, ...], str, str], Transport | None] = {}
-        """Transports by ranks, policy and lane; None on a rank that is not in the group."""
-        self._wires: dict[tuple[int, int, str], Wire | None] = {}
+        self.transports: dict[tuple[tuple[int, ...], tuple[int, ...], str, str], Transport | None] = {}
+        """Transports by ranks, hosts, policy and lane; None on a rank that is not in the group."""
+        self._wires: dict[tuple[int, int, bool, str], Wire | None] = {}
         self._groups: list[dist.ProcessGroup] = []
         self._end_groups = LEFTOVERS.keep(self, partial(end_groups, self._groups))
         self._everyone: list[dist.ProcessGroup | None] = []
@@ -96,40 +96,74 @@ class WorldLinks:
     # Collectives -----------------------------------------------------------------------------------------------------
 
     def transport(
-        self, ranks: tuple[int, ...], kin: Sequence[tuple[int, ...]], policy: CommPolicy, lane: str
+        self,
+        ranks: tuple[int, ...],
+        kin: Sequence[tuple[int, ...]],
+        policy: CommPolicy,
+        lane: str,
+        hosts: Sequence[int] = (),
     ) -> Transport | None:
-        """Return the transport of ``ranks``; torch's groups are made for all groups of ``kin``.
+        """Return the transport of ``ranks``; beside devices torch's groups are made for all groups of ``kin``.
 
         Args:
             ranks: Ranks of the group.
             kin: All groups of this kind, in one order on all ranks.
             policy: Keys under ``comm:``.
             lane: Name of the lane.
+            hosts: Number of each rank's host; empty: all ranks are on one host.
 
         Raises:
             ConfigError: if the policy's transport cannot be used.
         """
-        key = (ranks, policy.transport, lane)
+        lying = different_hosts(hosts) if self._is_on_cpu else ()
+        key = (ranks, lying, policy.transport, lane)
         if len(ranks) < 2 or key in self.transports:
             return self.transports.get(key)
-        local = self._is_one_cpu_host
-        if policy.transport == "shared_memory" and not local:
+        if self._is_on_cpu:
+            # No group of gloo is split off another one: only the members meet, by name.
+            if self._rank in ranks:
+                self.transports[key] = self._cpu_transport(ranks, lying, policy, lane)
+            return self.transports.get(key)
+        if policy.transport == "shared_memory":
             raise ConfigError(
-                f"comm.transport: shared_memory needs CPU ranks of one host; here device {self._device}, "
-                f"{self._local_size} of {len(self._members)} ranks on this host, backend {self._backend!r}; use auto"
+                f"comm.transport: shared_memory needs CPU ranks and gloo; here device {self._device}, backend "
+                f"{self._backend!r}; use auto"
             )
-        if local and self._rank not in ranks:
-            return None  # no group is split off on one CPU host: only the members meet, by name
-        if local and policy.transport != "torch":
+        for each in kin:
+            # All ranks skip the same groups, because they have walked the same lists before.
+            if len(each) > 1 and (each, (), policy.transport, lane) not in self.transports:
+                self.transports[each, (), policy.transport, lane] = self._torch_transport(each, lane)
+        return self.transports.get(key)
+
+    def _cpu_transport(
+        self, ranks: tuple[int, ...], hosts: tuple[int, ...], policy: CommPolicy, lane: str
+    ) -> Transport | None:
+        """Return the transport of CPU ranks, this rank among them.
+
+        Args:
+            ranks: Ranks of the group.
+            hosts: Number of each rank's host; empty: all ranks are on one host.
+            policy: Keys under ``comm:``.
+            lane: Name of the lane.
+        """
+        if policy.transport != "torch" and not hosts:
             found = self._shared_memory(ranks, ranks.index(self._rank), policy)
             if found is not None:
-                self.transports[key] = found
                 return found
-        for each in (ranks,) if local else kin:
-            # All ranks skip the same groups, because they have walked the same lists before.
-            if len(each) > 1 and (each, policy.transport, lane) not in self.transports:
-                self.transports[each, policy.transport, lane] = self._torch_transport(each, lane)
-        return self.transports.get(key)
+        flat = self._torch_transport(ranks, lane)
+        if policy.transport == "torch" or len({*hosts}) in (0, len(ranks)):
+            return flat
+        assert flat is not None, "this rank is in the group"
+        across, within = grid_of(ranks, hosts)
+        here = next(each for each in within if self._rank in each)
+        column = next((each for each in across if self._rank in each), ())
+        return TwoLevelTransport(
+            ranks.index(self._rank),
+            hosts,
+            self.transport(here, (here,), policy, lane),
+            self.transport(column, (column,), policy, lane, range(len(column))),
+            flat,
+        )
 
     def _torch_transport(self, ranks: tuple[int, ...], lane: str) -> Transport | None:
         """Return the transport of ``ranks`` over a new group of torch.
@@ -235,12 +269,14 @@ class WorldLinks:
             kin: All groups of this kind, in one order on all ranks.
         """
         wires: dict[int, Wire] = {}
-        for ranks in kin or (group.ranks,):
+        shares = self._is_on_cpu and policy.transport != "torch"
+        for ranks in (group.ranks,) if self._is_on_cpu else kin or (group.ranks,):
             size = len(ranks)
             # All ranks go through the pairs in one order: of those that wait to meet, the first can always proceed.
             for low, high in sorted({(min(i, (i + 1) % size), max(i, (i + 1) % size)) for i in range(size)}):
                 if low != high:
-                    wire = self._wire(ranks[low], ranks[high], policy)
+                    is_near = not group.hosts or group.hosts[low] == group.hosts[high]
+                    wire = self._wire(ranks[low], ranks[high], shares and is_near, policy)
                     if ranks == group.ranks and wire is not None and group.index in (low, high):
                         wires[high if group.index == low else low] = wire
         if self._backend == "gloo" and group.size > 3:  # otherwise all ranks are neighbours
@@ -250,15 +286,22 @@ class WorldLinks:
                     wires.setdefault(index, TorchWire(self._members[rank], whole, whole))
         return PointToPoint(group, wires, self._device)
 
-    def _wire(self, low: int, high: int, policy: CommPolicy) -> Wire | None:
-        """Return the wire between two ranks; None on any other rank, which only takes part in making groups."""
-        key = (low, high, policy.transport)
+    def _wire(self, low: int, high: int, shares: bool, policy: CommPolicy) -> Wire | None:
+        """Return the wire between two ranks; None on any other rank, which only takes part in making groups.
+
+        Args:
+            low: One of the ranks.
+            high: The other rank.
+            shares: True if the ranks may share memory.
+            policy: Keys under ``comm:``.
+        """
+        key = (low, high, shares, policy.transport)
         if key not in self._wires:
             is_end = self._rank in (low, high)
             wire: Wire | None = None
-            if self._is_one_cpu_host and policy.transport != "torch" and is_end:
+            if shares and is_end:
                 wire = self._shared_wire(low, high, policy)
-            if wire is None and (is_end or not self._is_one_cpu_host):
+            if wire is None and (is_end or not self._is_on_cpu):
                 wire = self._torch_wire(low, high, is_end)
             self._wires[key] = wire
         return self._wires[key]
@@ -304,7 +347,5 @@ class WorldLinks:
         return tuple(self._members[rank] for rank in ranks)
 
     @property
-    def _is_one_cpu_host(self) -> bool:
-        return (
-            self._device.type == "cpu" and self._local_size == len(self._members) and self._backend == "gloo"
-        )
+    def _is_on_cpu(self) -> bool:
+        return self._device.type == "cpu" and self._backend == "gloo"

@@ -22,8 +22,8 @@ class CommPolicy(Policy):
     supports fp64 and has a backend for several ranks, else the CPU.
     """
     transport: Literal["auto", "shared_memory", "torch"] = "auto"
-    """Transport of the collectives: ``shared_memory`` between CPU ranks of one host, ``torch`` for the backend of torch
-    (gloo or NCCL); ``auto`` uses shared memory if every rank can.
+    """Transport of the collectives: ``shared_memory`` between CPU ranks of one host, with gloo across several hosts;
+    ``torch`` for the backend of torch alone (gloo or NCCL); ``auto`` uses shared memory if every rank of a host can.
     """
     timeout_s: PositiveFloat | Literal["auto"] = "auto"
     """Seconds that a rank waits for the others in one collective before the job ends; ten times as long in the first

@@ -108,7 +108,7 @@ class World:
         self.members = members or tuple(range(size))
         self.hosts = hosts or (0,) * size
         self.board = MessageBoard(rank, members=self.members) if board is None else board
-        self.links = WorldLinks(rank, self.members, local_size, device, backend, self.board, owns_default)
+        self.links = WorldLinks(rank, self.members, device, backend, self.board, owns_default)
         """Transports between the ranks."""
         self.ends_with_engine = False
         """True if this World was made for one engine, whose ``close`` releases it."""
@@ -200,8 +200,8 @@ class World:
             kin: All groups of this kind in the World, in one order on all ranks. If empty, all of ``ranks`` make this
                 call and no other rank has a group of this kind.
         """
-        transport = self.links.transport(ranks, kin or (ranks,), policy, lane)
         names, hosts = (tuple(each[rank] for rank in ranks) for each in (self.members, self.hosts))
+        transport = self.links.transport(ranks, kin or (ranks,), policy, lane, hosts)
         return Group(axis, ranks, ranks.index(self.rank), transport, clock, traffic, names, hosts)
 
     def groups_among(
@@ -225,7 +225,7 @@ class World:
         """
         found = {}
         for ranks in kin:
-            self.links.transport(ranks, (ranks,), policy, "")
+            self.links.transport(ranks, (ranks,), policy, "", [self.hosts[rank] for rank in ranks])
             if self.rank in ranks:
                 found[ranks] = self.group_among(ranks, axis, policy, clock, traffic)
         return found
@@ -273,7 +273,7 @@ class World:
             traffic: Counter of what is sent.
         """
         across, within = self.levels(mesh.groups(axis), axis, policy, clock, traffic)
-        return TwoLevels(across, within, self.backend == "gloo", self.device)
+        return TwoLevels(across, within, self.device)
 
     def exchange(self, mesh: Mesh, axis: str, asked: Asked) -> GradientExchange:
         """Return how gradients are summed over the ranks along ``axis``, the same on every rank.

@@ -39,6 +39,20 @@ def elements_sent_by(operation: Operation, elements: int, ranks: int) -> int:
     return _SENT[operation] * elements * (ranks - 1) // ranks
 
 
+def crossing_bytes(operation: Operation, elements: int, itemsize: int, hosts: int) -> int:
+    """Return the bytes that leave one host in a collective of ranks on several hosts that goes in two levels.
+
+    Ranks that exchange in one step send as many from each of them, and a ring as many as ``elements_sent_by`` says.
+
+    Args:
+        operation: Operation; not an all-to-all or a send, which cross as they are.
+        elements: Elements of the full tensor.
+        itemsize: Bytes of an element.
+        hosts: Hosts on which the ranks lie.
+    """
+    return elements_sent_by(operation, elements, hosts) * itemsize
+
+
 class ExchangeCall(NamedTuple):
     """Equal calls of one collective or message, of one rank."""
 

@@ -3,7 +3,7 @@
 N ranks of a group lie on H hosts, L = N/H on each. S is the full tensor in bytes, B the rate of a link, α its latency.
 
     shared memory     copies of a rank (comm/shared_memory.py), by the rate of copies that the link of the host implies,
-    (one CPU host)    or by the seconds that were measured for as many copied bytes:
+    (CPU, one host)   or by the seconds that were measured for as many copied bytes:
                           all_gather                S
                           reduce_scatter            S (N-1)/N and N-1 additions of S/N
                           all_reduce                both; or, of small tensors, S and N-1 additions of S
@@ -15,6 +15,13 @@ N ranks of a group lie on H hosts, L = N/H on each. S is the full tensor in byte
                           all_gather                N broadcasts by trees, on two threads
                           reduce_scatter            all-to-alls in pieces, and additions in memory
                           all_reduce                a ring: 2 (N-1) (α + S/N / B)
+    levels            as comm/two_levels.py composes them of shared memory within a host (near) and gloo across the
+    (CPU, H hosts)    hosts (far), each rank carrying 1/L of what crosses:
+                          all_gather                far S/L, near S
+                          reduce_scatter            near all-to-all and additions of S, far S/L
+                          all_reduce                near reduce-scatter of S, far S/L, near gather of S
+                          broadcast                 near S, far S/L, near S
+                          all_to_all                the longer of what stays on a host and what leaves it
     nccl              the smallest of two protocols and, of an all-reduce, of ring and tree:
                           ring                      b + (N-1) α + (N-1)/N S / B, twice for an all-reduce
                           tree                      b + 2 ((L-1) α + ceil(log2 H) α of the cluster) + 2 S / 0.92 B
@@ -23,8 +30,8 @@ N ranks of a group lie on H hosts, L = N/H on each. S is the full tensor in byte
 A ring of NCCL over hosts uses the adapters of all its ranks on a host: B = min(B of the host, L B of the cluster). An
 all-to-all sends most of its bytes to other hosts, each rank through its own adapter.
 
-Two levels (plan/exchange.py, comm/two_levels.py) are two calls, whose axes name their levels. Each is priced for its
-own ranks and link. Not in the price: the Python of a call, and waiting for ranks that come later.
+Gradients whose sums of hosts travel in a dtype of their own (plan/exchange.py) are two calls, whose axes name their
+levels. Each is priced for its own ranks and link. Not in the price: the Python of a call, and waiting for ranks that come later.
 
 Sources: NCCL, src/graph/tuning.cc (latencies of protocols, and their shares of the rate), as copied in
 torch/_inductor/comm_analysis.py; Thakur et al. 2005, doi:10.1177/1094342005051521 (closed forms).
@@ -40,7 +47,7 @@ from shardwise.plan.exchange_calls import LEVELS
 from shardwise.plan.mesh import Mesh
 from shardwise.simulate.exchanges import ExchangeCall
 
-TransportName = Literal["shared_memory", "gloo", "nccl"]
+TransportName = Literal["shared_memory", "gloo", "levels", "nccl"]
 
 _ADDITION = 1.5
 """Bytes that an addition reads and writes, over those of a copy: three for two."""
@@ -48,6 +55,8 @@ _WHOLE_BYTES = 4 << 20
 """Largest all-reduce in shared memory that every rank sums by itself, times (N-1)²."""
 _PIECE_BYTES = 16 << 20
 """Bytes of one all-to-all of a reduction by gloo."""
+_SMALL_BYTES = 64 << 10
+"""Largest all-reduce over several hosts that crosses as one part (comm/two_levels.py)."""
 _GLOO_THREADS = 2
 """Threads of one group of gloo, on which its broadcasts run beside one another."""
 _NCCL_BASE_S = {"simple": 8.4e-6, "ll": 6.6e-6}
@@ -108,18 +117,19 @@ def is_aligned(mesh: Mesh, axis: str, per_host: int) -> bool:
     return len(steps) == 1 and all(per_host % each == 0 or each % per_host == 0 for each in bounds)
 
 
-def transport_of(is_cpu: bool, ranks: int, per_host: int, asked: str = "auto") -> TransportName:
-    """Return the transport that a job's ranks use for collectives (comm/links.py).
+def transport_of(is_cpu: bool, place: GroupPlace, asked: str = "auto") -> TransportName:
+    """Return the transport that a group's ranks use for collectives (comm/links.py).
 
     Args:
         is_cpu: True if ranks compute on CPUs.
-        ranks: Ranks of the job.
-        per_host: Ranks of one host.
+        place: Place of the group on the hosts of the job.
         asked: Value of ``comm.transport``.
     """
     if not is_cpu:
         return "nccl"
-    return "gloo" if ranks > per_host or asked == "torch" else "shared_memory"
+    if asked == "torch" or place.hosts == place.ranks > 1:
+        return "gloo"
+    return "shared_memory" if place.hosts == 1 else "levels"
 
 
 def exchange_s(
@@ -149,7 +159,9 @@ def exchange_s(
     else:
         times = 2 if call.operation == "all_reduce" else 1
         full = call.elements * call.itemsize * ranks / (ranks - 1) / times
-    seconds = {"shared_memory": _shared_memory_s, "gloo": _gloo_s, "nccl": _nccl_s}[transport]
+    seconds = {"shared_memory": _shared_memory_s, "gloo": _gloo_s, "levels": _levels_s, "nccl": _nccl_s}[
+        transport
+    ]
     return call.calls * seconds(call.operation, full, hardware, level, ranks, hosts)
 
 
@@ -172,7 +184,6 @@ class ExchangePrices:
         self._mesh = mesh
         self._is_cpu = is_cpu
         self._per_host = per_host or mesh.world_size
-        self._transport = transport_of(is_cpu, mesh.world_size, self._per_host)
         self._seconds: dict[ExchangeCall, float] = {}
         self._places: dict[str, GroupPlace] = {}
 
@@ -180,7 +191,8 @@ class ExchangePrices:
         """Return the seconds of equal calls of a collective, or of a message, on a rank."""
         if call not in self._seconds:
             place = self.place(call.axis)
-            seconds = exchange_s(call, self._hardware, self._transport, place.level, place.ranks, place.hosts)
+            transport = transport_of(self._is_cpu, place)
+            seconds = exchange_s(call, self._hardware, transport, place.level, place.ranks, place.hosts)
             if call.operation == "send" and self._is_cpu:
                 seconds /= 2  # the sender copies the message in, and the receiver copies it out
             self._seconds[call] = seconds
@@ -297,6 +309,40 @@ def _through_adapters_s(full: float, hardware: Hardware, level: Level, ranks: in
     if level != "cluster":
         return within_s
     return max(within_s, part * (ranks - 1 - near) / hardware.links["cluster"].bytes_s)
+
+
+# Two levels --------------------------------------------------------------------------------------------------------
+
+
+def _levels_s(operation: str, full: float, hardware: Hardware, level: Level, ranks: int, hosts: int) -> float:
+    least, most = ranks // hosts, -(-ranks // hosts)
+    is_even = least == most
+
+    def near(each: str, nbytes: float = full) -> float:
+        return _shared_memory_s(each, nbytes, hardware, "host", most, 1)
+
+    def far(each: str, nbytes: float) -> float:
+        return _composed_s(each, nbytes, hardware, "cluster", hosts, hosts)
+
+    if operation == "broadcast":
+        return 2 * near("broadcast") + far("broadcast", full / least)
+    if operation == "barrier" or (operation == "all_reduce" and full <= _SMALL_BYTES):
+        return near("all_reduce") + far("all_reduce", full) + near("broadcast")
+    if operation == "all_reduce" and is_even:
+        return near("reduce_scatter") + far("all_reduce", full / least) + near("all_gather")
+    if operation == "all_reduce":
+        return near("all_reduce") + far("all_reduce", full / least) + near("broadcast")
+    if operation == "all_to_all":
+        leaving_s = (ranks - 1) * hardware.links["cluster"].latency_s + _through_adapters_s(
+            full, hardware, level, ranks, hosts
+        )
+        return max(near("all_to_all", full * most / ranks), leaving_s)
+    if operation == "all_gather" and is_even:
+        return far("all_gather", full / least) + near("all_gather")
+    if operation == "reduce_scatter" and is_even:
+        added_s = hardware.touched_s(2 * full + 3 * full * (most - 1) / most, "host")
+        return near("all_to_all") + added_s + far("reduce_scatter", full / least)
+    return _composed_s(operation, full, hardware, level, ranks, hosts)
 
 
 # NCCL --------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Hosts: the ranks that share a host, and the two levels in which a group that spans several hosts may exchange.
 
-ranks    0 1 2 3
-hosts    0 0 1 1        number of each rank's host
-across   (0 2) (1 3)    the ranks in one place of their hosts
-within   (0 1) (2 3)    the ranks of one host
+ranks    0 1 2 3        0 1 2
+hosts    0 0 1 1        0 0 1        number of each rank's host
+within   (0 1) (2 3)    (0 1) (2)    the ranks of one host
+across   (0 2) (1 3)    (0 2)        the ranks in one place of their hosts; as many as the smallest host has ranks
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +21,25 @@ def numbered(names: Sequence[str]) -> tuple[int, ...]:
     return tuple(numbers[name] for name in names)
 
 
+def grid_of(ranks: Ranks, hosts: Sequence[int]) -> tuple[list[Ranks], list[Ranks]]:
+    """Return the groups ``across`` and ``within`` of a group's ranks, however many of them each host has.
+
+    Args:
+        ranks: Ranks of the group.
+        hosts: Number of each rank's host.
+
+    Returns:
+        One group across hosts for each place that every host has, and one group within each host, in the order in
+        which the hosts first occur.
+    """
+    by_host: dict[int, list[int]] = {}
+    for rank, host in zip(ranks, hosts, strict=True):
+        by_host.setdefault(host, []).append(rank)
+    within = [tuple(each) for each in by_host.values()]
+    places = range(min(map(len, within)))
+    return [tuple(each[place] for each in within) for place in places], within
+
+
 def levels_of(ranks: Ranks, hosts: Sequence[int]) -> tuple[list[Ranks], list[Ranks]] | None:
     """Return the groups ``across`` and ``within`` of a group's ranks.
 
@@ -32,12 +51,9 @@ def levels_of(ranks: Ranks, hosts: Sequence[int]) -> tuple[list[Ranks], list[Ran
         The groups; None unless there are several hosts with equally many ranks, more than one, that are neighbours in
         the group.
     """
-    starts = [place for place, host in enumerate(hosts) if not place or host != hosts[place - 1]]
-    size = len(ranks) // len(starts)
-    within = [ranks[start : start + size] for start in starts]
-    if 1 in (len(starts), size) or len(starts) > len({*hosts}) or starts != [*range(0, len(ranks), size)]:
-        return None
-    return [tuple(column) for column in zip(*within, strict=True)], within
+    across, within = grid_of(ranks, hosts)
+    is_even = len({*map(len, within)}) == 1 and sum(within, ()) == ranks
+    return (across, within) if is_even and 1 not in (len(across), len(within)) else None
 
 
 def different_hosts(hosts: Sequence[int]) -> tuple[int, ...]:

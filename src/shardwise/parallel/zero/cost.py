@@ -89,7 +89,9 @@ def unit_exchanges(unit: Unit, strategy: Strategy, mesh: Mesh, is_alone: bool = 
     for bucket in unit.buckets:
         key, elements = bucket.key, bucket.elements
         if strategy.cuts_weight or (strategy.cuts_master and key.trained):
-            gather += _gathered(elements, bucket.gathered_dtype.itemsize, strategy, shards)
+            gather += collective(
+                "all_gather", "weights", inner, elements, bucket.gathered_dtype.itemsize, shards
+            )
         if not key.trained:
             continue
         wire = (key.reduce_dtype or key.dtype).itemsize
@@ -119,19 +121,6 @@ def is_summed_in_ranges(key: BucketKey, strategy: Strategy, mesh: Mesh) -> bool:
     reduce, total = key.reduce_dtype or key.dtype, key.grad_dtype or key.dtype
     is_narrow = min(reduce.itemsize, key.dtype.itemsize) < total.itemsize
     return shards > 1 and replicas == 1 and is_narrow and reduce == total
-
-
-def _gathered(elements: int, itemsize: int, strategy: Strategy, shards: int) -> Calls:
-    """Return the all-gathers of a bucket's shards; two over several hosts that copy themselves."""
-    axis, lying = strategy.axes[1], strategy.exchange
-    if not lying.has_levels or lying.is_native or lying.asked not in ("auto", "two_level"):
-        return collective("all_gather", "weights", axis, elements, itemsize, shards)
-    across, within = (f"{axis} {level}" for level in LEVELS)
-    per_host = shards // lying.hosts
-    return (
-        *collective("all_gather", "weights", across, elements // per_host, itemsize, lying.hosts),
-        *collective("all_gather", "weights", within, elements, itemsize, per_host),
-    )
 
 
 def _scattered(bucket: Bucket, strategy: Strategy, shards: int) -> Calls:
