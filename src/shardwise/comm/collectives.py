@@ -131,7 +131,9 @@ class Group:
 
         def start(transport: Transport, timeout_s: float) -> PendingCollective | None:
             chosen = getattr(transport, "flat", transport) if in_one_step else transport
-            found: PendingCollective | None = chosen.reduce_scatter(shard_out, full, timeout_s, what, accumulate)
+            found: PendingCollective | None = chosen.reduce_scatter(
+                shard_out, full, timeout_s, what, accumulate
+            )
             return found
 
         return self._run("reduce_scatter", purpose, full, what, start)

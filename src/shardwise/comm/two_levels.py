@@ -45,7 +45,7 @@ from shardwise.plan.exchange import PIECE_BYTES
 from shardwise.plan.exchange_calls import Purpose
 
 
-_SMALL_BYTES = 64 << 10
+_SMALL_BYTES = 8 << 10
 """Largest tensor that crosses as one part: more parts would take more messages and no fewer bytes."""
 Swap = Callable[[Tensor], Tensor]
 """Function that sends row i of a tensor to rank i of a level, and returns the rows that arrive, in rank order."""
@@ -85,7 +85,9 @@ class TwoLevelTransport:
         """Transport of all ranks, which exchanges in one step."""
         self._flying: deque[list[Callable[[], None]]] = deque()
 
-    def all_gather(self, output: Tensor, shard: Tensor, timeout_s: float, what: str) -> PendingCollective | None:
+    def all_gather(
+        self, output: Tensor, shard: Tensor, timeout_s: float, what: str
+    ) -> PendingCollective | None:
         """Gather the ranks' shards into ``output``."""
         within, across = self._within, self._across
         if not self._is_even or within is None or across is None:
@@ -95,7 +97,8 @@ class TwoLevelTransport:
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
         coming = [
-            across.broadcast(row[self._place], host, timeout_s, what) or DONE for host, row in enumerate(every)
+            across.broadcast(row[self._place], host, timeout_s, what) or DONE
+            for host, row in enumerate(every)
         ]
 
         def gather(row: Tensor) -> None:
@@ -339,7 +342,9 @@ class TwoLevels:
         if self._stream is not None:
             clock, meter = self.across.clock, self.across.clock.meter
             with nullcontext() if meter is None else meter.beside():
-                arrive = run_beside(self._stream, lambda: _reduce_in_levels(shard_out, ranges, swaps, accumulate, between))
+                arrive = run_beside(
+                    self._stream, lambda: _reduce_in_levels(shard_out, ranges, swaps, accumulate, between)
+                )
 
             kept = [full, shard_out]
 

@@ -55,7 +55,7 @@ _WHOLE_BYTES = 4 << 20
 """Largest all-reduce in shared memory that every rank sums by itself, times (N-1)²."""
 _PIECE_BYTES = 16 << 20
 """Bytes of one all-to-all of a reduction by gloo."""
-_SMALL_BYTES = 64 << 10
+_SMALL_BYTES = 8 << 10
 """Largest all-reduce over several hosts that crosses as one part (comm/two_levels.py)."""
 _GLOO_THREADS = 2
 """Threads of one group of gloo, on which its broadcasts run beside one another."""
