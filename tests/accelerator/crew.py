@@ -366,7 +366,12 @@ class _CrewLinks:
         self.transports: dict[Any, CrewTransport] = {}
 
     def transport(
-        self, ranks: tuple[int, ...], kin: Sequence[tuple[int, ...]], policy: CommPolicy, lane: str
+        self,
+        ranks: tuple[int, ...],
+        kin: Sequence[tuple[int, ...]],
+        policy: CommPolicy,
+        lane: str,
+        hosts: Sequence[int] = (),
     ) -> CrewTransport | None:
         if len(ranks) < 2 or self._rank not in ranks:
             return None

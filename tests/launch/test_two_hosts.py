@@ -66,6 +66,7 @@ model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in r
 config = {
     "precision": {"compute": "bf16", "reduce": reduce},
     "zero": {"stage": stage, "exchange": exchange},
+    "comm": {"transport": "torch" if exchange == "all_to_all" else "auto"},
     "optimizer": {"lr": 0.0001},
 }
 engine = shardwise.initialize(model, config, loss=lambda model, batch: model(batch).float().square().mean())

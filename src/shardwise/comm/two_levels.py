@@ -14,8 +14,7 @@ memory between CPU ranks, and across the hosts between the ranks in one place l,
 So every host sends its sum once, and not once for each of its ranks, and nothing of a host's own crosses a network.
 
     TwoLevelTransport   all of them, between CPU ranks (links.py makes it)
-    TwoLevels           sums of gradients whose sums of hosts travel in a dtype of their own, on devices too; NCCL's rings
-                        enter every host once anyway
+    TwoLevels           sums of gradients whose sums of hosts travel in a dtype of their own, on devices too
 
 Hosts may have different numbers of ranks: as many parts cross as the smallest host has ranks. The ranges of
 reduce_scatter and all_gather need equal numbers of ranks that are neighbours in the group; otherwise they go in one
@@ -23,9 +22,9 @@ step. Sums are added in rank order within a host and then over the hosts, so the
 every rank, and other last bits than in one step.
 
 Paper: Wang et al. 2023, arXiv:2306.10209 (ZeRO++: gradients in two levels).
-Cost:  as many elements sent per rank as by rings, (N-1)/N · P for a gather, of which (H-1)/N · P cross; twice that for an
-       all-reduce; TwoLevels on a device holds a buffer of P elements to send and one to receive, until the computation
-       has waited.
+Cost:  as many elements sent per rank as by rings, (N-1)/N · P for a gather, of which (H-1)/N · P cross; twice that for
+       an all-reduce. TwoLevels on a device holds a buffer of P elements to send and one to receive, until the
+       computation has waited.
 Shapes: P elements; N = H·L ranks.
 """
 
@@ -43,7 +42,6 @@ from shardwise.comm.transports import Transport, sum_in_order
 from shardwise.memory.streams import beside, run_beside
 from shardwise.plan.exchange import PIECE_BYTES
 from shardwise.plan.exchange_calls import Purpose
-
 
 _SMALL_BYTES = 8 << 10
 """Largest tensor that crosses as one part: more parts would take more messages and no fewer bytes."""

@@ -31,7 +31,8 @@ A ring of NCCL over hosts uses the adapters of all its ranks on a host: B = min(
 all-to-all sends most of its bytes to other hosts, each rank through its own adapter.
 
 Gradients whose sums of hosts travel in a dtype of their own (plan/exchange.py) are two calls, whose axes name their
-levels. Each is priced for its own ranks and link. Not in the price: the Python of a call, and waiting for ranks that come later.
+levels. Each is priced for its own ranks and link. Not in the price: the Python of a call, and waiting for ranks that
+come later.
 
 Sources: NCCL, src/graph/tuning.cc (latencies of protocols, and their shares of the rate), as copied in
 torch/_inductor/comm_analysis.py; Thakur et al. 2005, doi:10.1177/1094342005051521 (closed forms).

@@ -81,7 +81,7 @@ def made(world: World, make: Callable[[], nn.Module], given: dict[str, Any]) -> 
     """The groups of collectives, by lane, and the wires that the engine of this rank has made."""
     part = world.among(range(world.size))  # without the groups of the tests before
     engine = shardwise.initialize(make(), given | {"check_first_step": "off"}, world=part)
-    lanes = [lane for (_, _, lane), each in part.links.transports.items() if each is not None]
+    lanes = [lane for (*_, lane), each in part.links.transports.items() if each is not None]
     wires = [wire for wire in part.links._wires.values() if wire is not None]
     engine.close()
     part.release()

@@ -7,10 +7,13 @@ across   (0 2) (1 3)    (0 2)        the ranks in one place of their hosts; as m
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import gcd
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, MeshError
 from shardwise.base.words import counted
 from shardwise.plan.exchange import Asked, GradientExchange
+from shardwise.plan.mesh import Mesh
 
 Ranks = tuple[int, ...]
 
@@ -88,3 +91,44 @@ def exchange_of(
             f"{', '.join(map(str, lying[0]))}; use auto"
         )
     return GradientExchange(asked, size, hosts, is_even, is_native)
+
+
+def notes_of_axes(mesh: Mesh, hosts: Sequence[int]) -> list[str]:
+    """Return a sentence for each of "tp", "cp" and "ep" whose ranks lie on several hosts, with a mesh that avoids it.
+
+    Args:
+        mesh: The mesh.
+        hosts: Number of each rank's host.
+    """
+    found = []
+    for axis in ("tp", "cp", "ep"):
+        crossed = _most_hosts(mesh, axis, hosts)
+        if crossed > 1:
+            size = mesh.size(axis)
+            found.append(
+                f"mesh.{axis}: the {size} ranks along {axis!r} lie on {crossed} hosts, so the passes of every layer "
+                f"wait for the network; {_inside(mesh, axis, hosts)}"
+            )
+    return found
+
+
+def _most_hosts(mesh: Mesh, axis: str, hosts: Sequence[int]) -> int:
+    if mesh.size(axis) == 1:
+        return 1
+    return max(len({hosts[rank] for rank in ranks}) for ranks in mesh.groups(axis))
+
+
+def _inside(mesh: Mesh, axis: str, hosts: Sequence[int]) -> str:
+    """Return the advice to use the largest size of an axis whose ranks lie on one host each."""
+    size = mesh.size(axis)
+    for smaller in (each for each in range(size - 1, 1, -1) if size % each == 0):
+        changed = {axis: smaller, "cp_heads": gcd(mesh.cp_heads, smaller if axis == "cp" else mesh.cp)}
+        if axis == "tp":
+            changed["dp_shard"] = mesh.dp_shard * size // smaller
+        try:
+            made = replace(mesh, **changed)
+        except MeshError:
+            continue
+        if _most_hosts(made, axis, hosts) == 1:
+            return f"with mesh.{axis}: {smaller} they stay on one host, and the other ranks go to dp"
+    return f"with mesh.{axis}: 1 and the other ranks along dp or pp only gradients or activations cross"

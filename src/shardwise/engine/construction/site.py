@@ -6,6 +6,7 @@ from math import floor
 
 from shardwise.base.errors import ConfigError
 from shardwise.comm.collectives import Group
+from shardwise.comm.rendezvous.hosts import notes_of_axes
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
 from shardwise.config.auto import resolve
@@ -37,6 +38,8 @@ def site_of(world: World, config: RunConfig) -> RuntimeContext:
     settings, mesh, _ = resolve(config, world.size, world.device.type)
     if config.translated and world.rank == 0:
         _log.info("config: %s", config.translated)
+    for note in notes_of_axes(mesh, world.hosts) if world.rank == 0 else ():
+        _log.warning("%s", note)
     clock, traffic = world.clock(settings.comm), Traffic()
     groups = {axis: world.group(mesh, axis, settings.comm, clock, traffic) for axis in GROUP_AXES}
     ledger = Ledger()
