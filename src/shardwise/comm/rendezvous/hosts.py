@@ -9,6 +9,7 @@ across   (0 2) (1 3)    (0 2)        the ranks in one place of their hosts; as m
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
 from shardwise.base.errors import ConfigError, MeshError
 from shardwise.base.words import counted
@@ -122,7 +123,10 @@ def _inside(mesh: Mesh, axis: str, hosts: Sequence[int]) -> str:
     """Return the advice to use the largest size of an axis whose ranks lie on one host each."""
     size = mesh.size(axis)
     for smaller in (each for each in range(size - 1, 1, -1) if size % each == 0):
-        changed = {axis: smaller, "cp_heads": gcd(mesh.cp_heads, smaller if axis == "cp" else mesh.cp)}
+        changed: dict[str, Any] = {
+            axis: smaller,
+            "cp_heads": gcd(mesh.cp_heads, smaller if axis == "cp" else mesh.cp),
+        }
         if axis == "tp":
             changed["dp_shard"] = mesh.dp_shard * size // smaller
         try:
