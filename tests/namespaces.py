@@ -9,22 +9,33 @@ Processes of a host see its interfaces, its ``/sys/class/net``, its name and its
 files of this machine. Bytes are those that the kernel counts on an interface.
 """
 
+import ctypes
 import json
+import multiprocessing
 import os
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pytest
 
+from tests.ranks import PRELOADED
+
 _NETS = {"cable": 7, "second": 8}
 _NAMED = 'hostname "$0"; exec "$@"'
 """Program of sh that gives its own UTS namespace a name, and then becomes the process that was asked for."""
+
+
+_NEW_NET, _NEW_NAMES, _NEW_MOUNTS = 0x40000000, 0x04000000, 0x00020000
+_BIND, _PRIVATE = 0x1000, 0x4000 | 0x40000
+_PATIENCE_S = 60.0
 
 
 class Counted(NamedTuple):
@@ -75,6 +86,22 @@ class NamespaceHost:
         """Run ``words`` on this host to their end; ``options`` are those of ``subprocess.run``."""
         return subprocess.run(self.command(*words), **options)
 
+    def enter(self) -> None:
+        """Move this process to the host; for a process that has one thread, such as a fork."""
+        system = ctypes.CDLL(None, use_errno=True)
+
+        def call(name: str, *arguments: Any) -> None:
+            if getattr(system, name)(*arguments):
+                raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+        with open(f"/run/netns/{self.namespace}") as place:
+            call("setns", place.fileno(), _NEW_NET)
+        call("unshare", _NEW_NAMES | _NEW_MOUNTS)
+        call("mount", b"none", b"/", None, _PRIVATE, None)
+        for file in sorted((Path("/etc/netns") / self.namespace).iterdir()):
+            call("mount", str(file).encode(), f"/etc/{file.name}".encode(), None, _BIND, None)
+        socket.sethostname(self.hostname)
+
     def ip(self, *words: str) -> str:
         """Return what ``ip`` says in this namespace."""
         return _call("ip", "-n", self.namespace, *words)
@@ -97,6 +124,75 @@ class NamespaceHost:
     def cut(self, interface: str = "") -> None:
         """Take an interface down."""
         self.ip("link", "set", interface or self.interface, "down")
+
+
+def call_on(
+    hosts: Sequence["NamespaceHost"], function: Callable[..., Any], *args: Any, each: int = 1, **env: str
+) -> list[Any]:
+    """Call ``function(*args)`` in ``each`` processes of every host, as ranks, and return results or exceptions by rank.
+
+    The processes are forks of the server of tests/ranks.py, which has imported torch.
+
+    Args:
+        hosts: The hosts, in the order of their ranks.
+        function: A function at module level.
+        args: Its arguments.
+        each: Number of ranks on each host.
+        env: More variables; "" removes one.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    started = []
+    for rank in range(each * len(hosts)):
+        ours, theirs = context.Pipe()
+        own = {
+            "RANK": rank,
+            "WORLD_SIZE": each * len(hosts),
+            "LOCAL_RANK": rank % each,
+            "LOCAL_WORLD_SIZE": each,
+            "MASTER_ADDR": hosts[0].address,
+            "MASTER_PORT": 29500,
+        }
+        variables = {name: str(value) for name, value in (own | env).items()}
+        process = context.Process(
+            target=_be_called, args=(hosts[rank // each], variables, theirs, function, args), daemon=True
+        )
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    found: list[Any] = []
+    for process, pipe in started:
+        try:
+            found.append(
+                pipe.recv() if pipe.poll(_PATIENCE_S) else TimeoutError(f"no answer in {_PATIENCE_S} s")
+            )
+        except EOFError:
+            found.append(EOFError("the process ended without an answer"))
+        process.join(5)
+        process.kill()
+    return found
+
+
+def _be_called(
+    host: "NamespaceHost",
+    env: dict[str, str],
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+) -> None:
+    host.enter()
+    for name in [
+        name for name in os.environ if name.startswith(("SLURM", "OMPI", "GLOO", "NCCL", "SHARDWISE"))
+    ]:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in env.items() if value})
+    for name in (name for name, value in env.items() if not value):
+        os.environ.pop(name, None)
+    try:
+        answer = function(*args)
+    except Exception as error:
+        answer = error
+    pipe.send(answer)
 
 
 def _call(*words: str) -> str:
@@ -125,7 +221,7 @@ def namespaces(
     second: bool = False,
     rate: str = "",
     names: Sequence[str] = (),
-    resolves: dict[str, str] | Literal["all"] | None = None,
+    resolves: dict[str, str] | list[dict[str, str]] | Literal["all"] | None = None,
     default_route: bool = False,
 ) -> Iterator[list[NamespaceHost]]:
     """Make hosts and remove them at the end of the context; skip the test without the right to make namespaces.
@@ -136,8 +232,8 @@ def namespaces(
         second: Give each host an interface in a second net, too.
         rate: Most that each host sends by each interface, as ``tc`` writes it: "100mbit"; "": no limit.
         names: The hosts' own names; default: node1, node2 and so on.
-        resolves: Addresses by name in every host's ``/etc/hosts`` beside localhost; "all": every host's name has its
-            address in the first net; None: no name resolves.
+        resolves: Addresses by name in every host's ``/etc/hosts`` beside localhost, or a list with a host's each; "all":
+            every host's name has its address in the first net; None: no name resolves.
         default_route: Give each host a default route, by its first interface.
     """
     if not can_make_namespaces():
@@ -163,9 +259,9 @@ def namespaces(
                 host.ip("route", "add", "default", "via", f"10.213.{nets['cable']}.254")
             if default_route and 6 in versions:
                 host.ip("-6", "route", "add", "default", "via", f"fd00:213:{nets['cable']}::fe")
-        _write_names(
-            hosts, {host.hostname: host.address for host in hosts} if resolves == "all" else resolves
-        )
+        known = {host.hostname: host.address for host in hosts} if resolves == "all" else resolves or {}
+        for number, host in enumerate(hosts):
+            _write_names(host, known[number] if isinstance(known, list) else known)
         yield hosts
     finally:
         for name in (switch, *(host.namespace for host in hosts)):
@@ -190,12 +286,11 @@ def _plug(host: NamespaceHost, switch: str, net: str, part: int, versions: Seque
     host.ip("link", "set", device, "up")
 
 
-def _write_names(hosts: Sequence[NamespaceHost], resolves: dict[str, str] | None) -> None:
-    """Write each host's ``/etc/hosts``, and let names be looked up nowhere else; ``ip netns exec`` mounts both."""
+def _write_names(host: NamespaceHost, resolves: dict[str, str]) -> None:
+    """Write a host's ``/etc/hosts``, and let names be looked up nowhere else; ``ip netns exec`` mounts both."""
     lines = ["127.0.0.1 localhost", "::1 localhost"]
-    lines += [f"{address} {name}" for name, address in (resolves or {}).items()]
-    for host in hosts:
-        folder = Path("/etc/netns") / host.namespace
-        folder.mkdir(parents=True)
-        (folder / "hosts").write_text("\n".join(lines) + "\n")
-        (folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nshadow: files\nhosts: files\n")
+    lines += [f"{address} {name}" for name, address in resolves.items()]
+    folder = Path("/etc/netns") / host.namespace
+    folder.mkdir(parents=True)
+    (folder / "hosts").write_text("\n".join(lines) + "\n")
+    (folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nshadow: files\nhosts: files\n")

@@ -128,6 +128,7 @@ def _serve(
     import torch
     import torch.distributed as dist
 
+    from shardwise.comm.policy import CommPolicy
     from shardwise.comm.rendezvous import handshake
     from shardwise.comm.world import join
     from tests.accelerator import pretend
@@ -151,7 +152,8 @@ def _serve(
     if backend == "strict":
         strict.register(dist.FileStore(f"{store}.strict", size), torch.device(device).type)
     files = dist.FileStore(store, size)
-    world = join(rank, size, store=files, backend=backend, quiet=True, timeout_s=60, device=device)
+    policy = CommPolicy(join_timeout_s=60, device=device)
+    world = join(rank, size, store=files, backend=backend, quiet=True, policy=policy)
     while True:
         try:
             (module, name), args = pipe.recv()

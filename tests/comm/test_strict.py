@@ -279,7 +279,7 @@ def adopted(world: World) -> list[float]:
     )
     with pytest.raises(strict.Refused, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(1))
-    whole = join(device="cpu")
+    whole = join(policy=CommPolicy(device="cpu"))
     assert whole.backend == "gloo"
     whole.barrier()
     config = {"mesh": {"pp": 4}, "batch": {"accumulation": 2}}

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import CommError, DeadlineError
-from shardwise.comm import world as world_module
+from shardwise.comm.policy import CommPolicy
+from shardwise.comm.rendezvous.connection import connect
 from shardwise.comm.rendezvous.seat import JobSeat, find_seat
 from shardwise.comm.world import World, join
 
@@ -57,7 +58,7 @@ def test_the_store_of_one_host_listens_on_loopback_alone(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    store = world_module._connect(JobSeat(0, 2, 0, 2, address, port, "test"), 5.0)
+    store = connect(JobSeat(0, 2, 0, 2, address, port, "test"), None, 5.0)
     store.set("k", "v")
     assert listens_at(port) == {"0100007F"}
 
@@ -79,4 +80,4 @@ def test_a_host_without_a_loopback_interface_is_told_at_once(
 
     monkeypatch.setattr(socket.socket, "bind", bind)
     with pytest.raises(CommError, match=f"rank {rank}: this host has no loopback interface"):
-        join(rank, 2, port=29517, timeout_s=5)
+        join(rank, 2, port=29517, policy=CommPolicy(join_timeout_s=5))

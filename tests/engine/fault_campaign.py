@@ -36,6 +36,7 @@ import torch
 import shardwise
 from shardwise.base.errors import RankError
 from shardwise.checkpoint.files import FileSystem
+from shardwise.comm.policy import CommPolicy
 from shardwise.comm.world import World, join
 from shardwise.memory.direct_io import Bytes, DirectFile
 from tests.accelerator import pretend
@@ -259,7 +260,7 @@ def model_of(row: Row) -> torch.nn.Module:
 def live(row: Row, folder: Path, place: Place | None, steps: int) -> str:
     """Returns what the state of the end comes to. Ranks with a pretended device are threads of one process."""
     if not row.device:
-        return life(join(quiet=True, timeout_s=30), row, folder, place, steps)
+        return life(join(quiet=True, policy=CommPolicy(join_timeout_s=30)), row, folder, place, steps)
     device = pretend.register()
     with pretend.Bench():
         return str(Crew(row.ranks, device).run(life, row, folder, place, steps)[0])

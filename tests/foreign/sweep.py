@@ -34,6 +34,7 @@ import torch.distributed as dist
 import transformers
 
 import shardwise.engine.construction.build  # noqa: F401 - with torch._dynamo half of a rank's time: once, before the forks
+from shardwise.comm.policy import CommPolicy
 from shardwise.comm.world import join
 from tests.foreign.case import LAYOUTS, laid_out, plain
 from tests.foreign.models import classes, variants
@@ -133,7 +134,7 @@ def verdict(case: Case, layout: str, folder: Path, limit_s: float) -> dict[str, 
     def rank_of(rank: int) -> Callable[[], dict[str, Any]]:
         def run() -> dict[str, Any]:
             store = dist.FileStore(str(inside / "store"), size)
-            world = join(rank, size, store=store, quiet=True, timeout_s=60)
+            world = join(rank, size, store=store, quiet=True, policy=CommPolicy(join_timeout_s=60))
             return laid_out(world, case.kind, case.name, case.model_type, layout, folder, case.more)
 
         return run

@@ -102,7 +102,7 @@ def test_filters_that_make_no_sense_are_refused(include: str, exclude: str, says
 
 
 def test_ranks_count_host_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "own_address", lambda address, port: "10.0.0.2")
+    monkeypatch.setattr(places, "own_address", lambda address: "10.0.0.2")
     monkeypatch.setattr(places, "interface_of", lambda address: "eth7")
     here = ranks_here(HOSTS, 1, None, 29500)
     assert here == HostRanks(2, 6, 4, "gpu1", 29500, "eth7", (0, 1))

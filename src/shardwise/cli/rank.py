@@ -44,7 +44,7 @@ _TRAINERS: dict[type, type[Trainer]] = {
 def train(request: CommandRequest) -> int:
     """Train as one rank and return the exit code."""
     config = request.load()
-    world = join(timeout_s=config.comm.join_timeout_s, device=config.comm.device)
+    world = join(policy=config.comm)
     check_snapshot(request.memory_snapshot, world.device.type)
     folder = RunFolder(Path(config.output_dir))
     console = lasting_console(quiet=world.rank != 0)

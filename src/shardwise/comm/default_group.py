@@ -13,19 +13,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.comm.groups import backends
-from shardwise.comm.world import JOIN_S, join
+from shardwise.comm.policy import CommPolicy
+from shardwise.comm.world import join
 
 
-def begin(timeout_s: float = JOIN_S, device: str = "auto") -> None:
+def begin(timeout_s: float | None = None, device: str = "auto") -> None:
     """Wait for the other ranks and make torch's default group, if there is none. All ranks make this call.
 
     Args:
-        timeout_s: Seconds within which all ranks must join.
-        device: As in ``join``.
+        timeout_s: Seconds within which all ranks must join; None: the default of ``comm.join_timeout_s``.
+        device: Value of ``comm.device``.
     """
     if dist.is_initialized():
         return
-    world = join(timeout_s=timeout_s, device=device, quiet=True)
+    policy = CommPolicy(device=device)
+    if timeout_s is not None:
+        policy = policy.model_copy(update={"join_timeout_s": timeout_s})
+    world = join(policy=policy, quiet=True)
     world.release()
     if not dist.is_initialized():  # one process
         dist.init_process_group(

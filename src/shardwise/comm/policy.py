@@ -35,6 +35,19 @@ class CommPolicy(Policy):
     """
     join_timeout_s: PositiveFloat = 60.0
     """Seconds after the start of rank 0 within which all ranks must have joined."""
+    interface: str = ""
+    """Network interface by which the hosts of a job reach one another: its name (``eth1``), a network that contains its
+    address (``10.0.0.0/8``) or the address; only for jobs on several hosts. Without it, the interface on the way to the
+    store. ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` take precedence.
+    """
+    versions: Literal["same", "warn"] = "same"
+    """What happens if hosts run different versions of Shardwise, torch or Python, or another program: ``same`` refuses
+    the job and names the hosts, ``warn`` logs them.
+    """
+    public: bool = False
+    """Allows the hosts to reach one another at addresses of the open internet. The store accepts no rank without the
+    job's secret, but the data ports of gloo and NCCL cannot authenticate anyone.
+    """
     debug_delay_s: float = 0.0
     """Debugging: each collective starts after a random pause of up to this many seconds; no result may change."""
 

@@ -6,17 +6,15 @@ called any number of times in one job: each World has a part of the store of its
 two engines never mix, and groups of its own (comm/links.py), which end with it. ``World.among`` is a World of some of
 the ranks.
 
-On one host everything binds the loopback interface, however the ranks were started: our launcher gives rank 0 a socket
-that is bound to 127.0.0.1; without the launcher rank 0 binds one itself, because a TCPStore that opens its own socket
-listens on every interface.
+On one host everything binds the loopback interface, however the ranks were started. On several hosts gloo and NCCL use
+the interface on the way to the store (comm/rendezvous/address.py), and the store listens at its own address alone
+(comm/rendezvous/connection.py).
 """
 
 import contextlib
-import errno
 import logging
 import multiprocessing.util
 import os
-import socket
 import sys
 import tempfile
 import threading
@@ -25,12 +23,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.base.errors import CommError, UsageError
+from shardwise.base.errors import ConfigError, UsageError
 from shardwise.comm.board import MessageBoard
 from shardwise.comm.collectives import Group
 from shardwise.comm.groups import (
@@ -45,10 +42,13 @@ from shardwise.comm.links import WorldLinks
 from shardwise.comm.peers import PointToPoint
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous import handshake
+from shardwise.comm.rendezvous.address import HostRoute, find_route, main_address
+from shardwise.comm.rendezvous.connection import connect, serves
 from shardwise.comm.rendezvous.device import choose_device, identity_of
 from shardwise.comm.rendezvous.environment import prepare_for_groups
 from shardwise.comm.rendezvous.hosts import exchange_of, levels_of, numbered
 from shardwise.comm.rendezvous.jobs import JobThread
+from shardwise.comm.rendezvous.mpi import broadcast_address
 from shardwise.comm.rendezvous.seat import LOOPBACK, JobSeat, find_seat
 from shardwise.comm.rendezvous.store import SealedStore, root_of, say_farewell
 from shardwise.comm.shared_memory import SharedMemoryTransport
@@ -63,8 +63,6 @@ from shardwise.plan.mesh import Mesh
 
 _log = logging.getLogger(__name__)
 
-JOIN_S = 60.0
-"""Seconds within which all ranks must have joined, unless a policy says otherwise."""
 _CPU = torch.device("cpu")
 
 
@@ -379,9 +377,8 @@ def join(
     port: int = 29500,
     store: dist.Store | None = None,
     backend: str | None = None,
-    timeout_s: float = JOIN_S,
+    policy: CommPolicy | None = None,
     quiet: bool = False,
-    device: str = "auto",
 ) -> World:
     """Find this process's rank, wait for the others, and create torch's default group (or adopt the existing one).
 
@@ -394,28 +391,27 @@ def join(
         port: Port of the store, with ``rank``.
         store: Store to use; None: torch's, or a new TCPStore.
         backend: Backend of torch; None: chosen for the device.
-        timeout_s: Seconds within which all ranks must join.
+        policy: Keys under ``comm:``; None: their defaults.
         quiet: Print no line about the ranks.
-        device: "auto" uses an accelerator if it supports everything that is needed, else the CPU; "cpu", "cuda" and
-            "cuda:1" name a device.
 
     Raises:
         ConfigError: if the environment contradicts itself or there are too few devices.
-        DeadlineError: if ranks do not come within ``timeout_s``; the message names them.
+        DeadlineError: if ranks do not come in time; the message names them.
         CommError: if the other ranks cannot be reached.
     """
+    policy = policy or CommPolicy()
     if rank is not None and world_size is not None:
         seat = JobSeat(rank, world_size, rank, world_size, address, port, "arguments")
     else:
         seat = _adopted() if dist.is_initialized() else find_seat(os.environ)
-    found, default_backend = choose_device(device, seat, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    found, default_backend = choose_device(policy.device, seat, os.environ.get("CUDA_VISIBLE_DEVICES"))
     alone = seat.world_size == 1 or backend == "fake"
     adopts = dist.is_initialized()
     if backend is None:
         backend = backend_of_default(found) if adopts and not alone else default_backend
     board, hosts, is_first = MessageBoard(seat.rank, store), (0,) * seat.world_size, True
     if not alone:
-        board, hosts, is_first = _meet(seat, found, backend, store, timeout_s)
+        board, hosts, is_first = _meet(seat, found, backend, store, policy)
     world = World(
         seat.rank,
         seat.world_size,
@@ -501,11 +497,34 @@ def _adopted() -> JobSeat:
     found = find_seat(os.environ)
     size = dist.get_world_size()
     local = found.local_size if found.world_size == size else size
-    return JobSeat(dist.get_rank(), size, found.local_rank, local, "", 0, "torch's existing default group")
+    # The program may have met at another place than the one that the environment names: it decides interfaces alone.
+    address = found.address if found.world_size == size else ""
+    return JobSeat(
+        dist.get_rank(), size, found.local_rank, local, address, found.port, "torch's existing default group"
+    )
+
+
+def _route(seat: JobSeat, interface: str, may_fail: bool) -> HostRoute | None:
+    """Return the way to the store's host; None if the environment does not name that host.
+
+    Args:
+        seat: This rank.
+        interface: Value of ``comm.interface``.
+        may_fail: Return None if there is no way, because the ranks meet at a store that the program made.
+    """
+    if not seat.address and seat.source == "MPI":
+        seat = seat._replace(address=broadcast_address(seat.rank, lambda: main_address(interface)))
+    try:
+        return find_route(seat.address, interface) if seat.address else None
+    except ConfigError as error:
+        if not may_fail:
+            raise
+        _log.warning("%s. gloo and NCCL choose interfaces by themselves", error)
+        return None
 
 
 def _meet(
-    seat: JobSeat, device: torch.device, backend: str, store: dist.Store | None, timeout_s: float
+    seat: JobSeat, device: torch.device, backend: str, store: dist.Store | None, policy: CommPolicy
 ) -> tuple[MessageBoard, tuple[int, ...], bool]:
     """Wait for the other ranks at the store, and create torch's default group if there is none.
 
@@ -513,25 +532,28 @@ def _meet(
     """
     adopts = dist.is_initialized()
     one_host = seat.local_size == seat.world_size
-    prepare_for_groups(one_host, backend, seat.world_size, adopts)
+    route = None if one_host else _route(seat, policy.interface, may_fail=adopts or store is not None)
+    prepare_for_groups(
+        one_host, backend, seat.world_size, adopts, interface="" if route is None else route.interface
+    )
     base = store
     if base is None and adopts:
         base = dist.distributed_c10d._get_default_store()
     if base is None:
-        base = _connect(seat, timeout_s)
+        base = connect(seat, route, policy.join_timeout_s)
     # torchrun's agent serves one store for all restarts of its ranks.
     base = dist.PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
     me = handshake.identity(identity_of(device, os.environ.get("CUDA_VISIBLE_DEVICES")))
     secret = os.environ.get("SHARDWISE_SECRET")
     folder = handshake.private_folder(_private_candidates()) if one_host and not secret else None
-    met = handshake.meet(base, seat.rank, seat.world_size, me, secret, folder, timeout_s)
+    met = handshake.meet(base, seat.rank, seat.world_size, me, secret, folder, policy.join_timeout_s)
     # The store of a default group that an earlier join made counts its meetings anew.
     is_first = met.turn == 1 and not (adopts and is_made_here())
     if met.secret_from == "none" and seat.rank == 0 and is_first:
         _log.warning(
             "the job's store is open to every program that reaches %s: give all ranks one SHARDWISE_SECRET in their "
             "environment",
-            f"{seat.address}:{seat.port}" if seat.address else "it",
+            f"{seat.address}:{seat.port}" if seat.address and not adopts else "it",
         )
     watch = Watchdog(seat.rank, met.who, met.store, f"shardwise/{met.word}/watch")
     if not adopts:
@@ -545,7 +567,7 @@ def _meet(
             timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         )
         keep_with_default(met.store)
-        if store is None and _serves(seat):
+        if store is None and serves(seat):
             # Not atexit, because ranks of shardwise.launch(function) never run its handlers.
             multiprocessing.util.Finalize(None, _end_of_job, (weakref.ref(met.store),), exitpriority=0)
     hosts = numbered([each.host for each in met.who])
@@ -567,81 +589,3 @@ def _private_candidates() -> list[Path]:
     with contextlib.suppress(RuntimeError):  # a container's user without HOME and without an entry in passwd
         folders.append(Path.home() / ".cache" / "shardwise" / "jobs")
     return folders
-
-
-def _is_under_agent() -> bool:
-    """Return whether torchrun's agent serves the store."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def _serves(seat: JobSeat) -> bool:
-    return seat.rank == 0 and not _is_under_agent()
-
-
-def _connect(seat: JobSeat, timeout_s: float) -> dist.Store:
-    descriptor = os.environ.get("SHARDWISE_STORE_FD")
-    under_agent, listens = _is_under_agent(), _serves(seat)
-    # All ranks are on this host: no other host shall reach the store, whatever name of this host the environment
-    # contains.
-    address = LOOPBACK if seat.local_size == seat.world_size and not under_agent else seat.address
-    listening: dict[str, Any] = {}
-    if address == LOOPBACK and not _has_loopback():
-        raise CommError(
-            f"rank {seat.rank}: this host has no loopback interface ({LOOPBACK} cannot be bound), where ranks of one "
-            "host meet; switch it on (ip link set lo up), or let the container have one"
-        )
-    try:
-        if descriptor and listens:
-            listening = {"master_listen_fd": int(descriptor)}
-        elif listens and address == LOOPBACK:
-            listening = {"master_listen_fd": _bound(seat.port)}
-        place = (os.getpid(), address, seat.port)
-        if listens and place in _SERVED:
-            return _SERVED[place]
-        store = dist.TCPStore(
-            address,
-            seat.port,
-            world_size=None,
-            is_master=listens,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            **listening,
-        )
-        if listens:
-            _SERVED[place] = store
-        return store
-    except (RuntimeError, dist.DistNetworkError, OSError) as error:
-        advice = (
-            ""
-            if listens
-            else f"; rank 0, which serves it, has not come within {timeout_s:.0f} s or has ended"
-        )
-        raise CommError(
-            f"rank {seat.rank}: cannot reach the store at {address}:{seat.port} (from {seat.source}){advice}: {error}"
-        ) from error
-
-
-_SERVED: dict[tuple[int, str, int], dist.Store] = {}
-"""Stores that this process serves, by process, address and port.
-
-A program may destroy torch's default group and initialize again. Without this reference the server would end with the
-group, and ranks that come first would join the old one; the descriptor of the launcher's port exists once.
-"""
-
-
-def _has_loopback() -> bool:
-    """Return False if no socket can be bound to the loopback interface; torch's error would name another address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as opened:
-        try:
-            opened.bind((LOOPBACK, 0))
-        except OSError as error:
-            return error.errno != errno.EADDRNOTAVAIL
-    return True
-
-
-def _bound(port: int) -> int:
-    """Return the descriptor of a socket on the loopback interface, for a store to listen on; the store closes it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as opened:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind((LOOPBACK, port))
-        return opened.detach()

@@ -10,6 +10,7 @@
     SHARDWISE_LAUNCHER_PID     process with which the rank ends
     SHARDWISE_FAILURE          file to which the rank writes its failure
     SHARDWISE_CORES            processor cores that the rank binds itself to
+    SHARDWISE_INTERFACE        the interface that the launcher chose on several hosts; comm.interface overrides it
     CUDA_VISIBLE_DEVICES       the host's chosen slots, if slots were chosen
 
 On one host all traffic stays on the loopback interface: gloo and NCCL otherwise pick the first interface that the
@@ -31,11 +32,12 @@ _LAUNCHER_PID = "SHARDWISE_LAUNCHER_PID"
 _FAILURE = "SHARDWISE_FAILURE"
 SECRET = "SHARDWISE_SECRET"
 _CORES = "SHARDWISE_CORES"
+_INTERFACE = "SHARDWISE_INTERFACE"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Variables that set torch's allocator of devices, which reads them at its first allocation."""
-_OURS = frozenset({JOB, STORE_FD, _LAUNCHER, _LAUNCHER_PID, _FAILURE, SECRET, _CORES})
+_OURS = frozenset({JOB, STORE_FD, _LAUNCHER, _LAUNCHER_PID, _FAILURE, SECRET, _CORES, _INTERFACE})
 
 
 class LaunchJob(NamedTuple):
@@ -113,6 +115,8 @@ def of_rank(
     interfaces = dict.fromkeys(_INTERFACES, here.interface) if here.interface else {}
     if here.is_one_host:
         ours |= interfaces
+    elif interfaces:
+        ours[_INTERFACE] = here.interface
     if job.secret:
         ours[SECRET] = job.secret
     if store_fd is not None:

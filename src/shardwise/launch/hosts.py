@@ -12,8 +12,6 @@ command with its own ``--node_rank``, and the ranks connect at the first host's 
 """
 
 import re
-import socket
-import struct
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,12 +20,13 @@ from typing import NamedTuple
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.base.regular_files import read_small_text
 from shardwise.base.words import counted
+from shardwise.comm.rendezvous.address import interface_of, own_address
+from shardwise.comm.rendezvous.seat import is_loopback
 
 LOOPBACK = "127.0.0.1"
 HERE = "localhost"
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)")
-_SIOCGIFADDR = 0x8915
 _HOSTFILE_BYTES = 16 << 20
 _DIGITS = 9
 _CORE_LIMIT = 1 << 16
@@ -237,58 +236,15 @@ def ranks_here(hosts: Sequence[Host], node: int | None, address: str | None, por
         raise UsageError(
             f"launch: --node_rank {node} of {counted(len(hosts), 'host')}; it counts from 0 to {len(hosts) - 1}"
         )
-    if address in (HERE, "::1") or address.startswith("127."):
+    if is_loopback(address):
         raise UsageError(
             f"launch: --master_addr {address} cannot be reached from the other hosts; give the first host's address "
             "in the network that they share"
         )
-    own = own_address(address, port)
+    own = own_address(address)
     return HostRanks(
         counts[node], world, sum(counts[:node]), address, port, interface_of(own), slots=hosts[node].slots
     )
-
-
-def own_address(address: str, port: int) -> str:
-    """Return this host's IPv4 address on the way to ``address``.
-
-    Args:
-        address: Address of another host.
-        port: Any port of it.
-
-    Raises:
-        ConfigError: if there is no way to the address.
-    """
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, port))  # connecting a datagram socket sends nothing
-            return str(probe.getsockname()[0])
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-    ) as error:  # the last two: no name of a host, such as one with a NUL
-        raise ConfigError(
-            f"launch: this host finds no way to --master_addr {_short(address)}: {error}; check the name and the "
-            "network"
-        ) from None
-
-
-def interface_of(address: str) -> str:
-    """Return the name of the interface that has this IPv4 address; "" if the system does not report it."""
-    if not sys.platform.startswith("linux"):
-        return ""
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # an interface without an address
-                continue
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return ""
 
 
 def visible_devices(slots: Sequence[int], visible: str | None) -> str:

@@ -58,10 +58,45 @@ def test_ranks_of_one_job_agree_on_a_port() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("a", "a"), ("a,b", "a"), ("gpu[07-09,12],cpu1", "gpu07"), ("n[3,5]", "n3"), ("x-1", "x-1")],
+    [
+        *(("a", "a"), ("a,b", "a"), ("gpu[07-09,12],cpu1", "gpu07"), ("n[3,5]", "n3"), ("x-1", "x-1")),
+        *(("rack[2-3]n[07,9],b", "rack2n07"), ("n[1-2].net,b", "n1.net")),
+    ],
 )
 def test_first_host(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
+
+
+def test_slurm_counts_the_tasks_of_every_host() -> None:
+    """The first number of the list was that of every host, so rank 6 of 7 took two ranks to be on its host."""
+    uneven = SLURM | {"SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
+    local = [find_seat(uneven | {"SLURM_NODEID": str(node)}).local_size for node in range(4)]
+    assert local == [2, 2, 2, 1]
+    assert find_seat(SLURM).local_size == 2, "equal counts need no number of the host"
+    for wrong in ({}, {"SLURM_NODEID": "4"}, {"SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "8"}):
+        with pytest.raises(ConfigError, match=r"'2\(x3\),1' has 4 hosts and 7 tasks"):
+            find_seat(uneven | wrong)
+    with pytest.raises(ConfigError, match="'2;rm' is not a list of counts"):
+        find_seat(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2;rm"})
+
+
+def test_the_pods_of_an_indexed_job_are_ranks_if_the_job_says_so() -> None:
+    pod = {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "train-0.train"}
+    assert find_seat(pod)[:6] == (2, 4, 0, 1, "train-0.train", 29500)
+    assert find_seat({"JOB_COMPLETION_INDEX": "2"})[:2] == (0, 1), "a job array"
+    assert find_seat(pod | {"RANK": "1"}).rank == 1
+    with pytest.raises(ConfigError, match="set MASTER_ADDR to the first pod's name"):
+        find_seat({"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"})
+
+
+def test_mpi_on_several_hosts_needs_an_address_or_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="or install mpi4py"):
+        find_seat(several)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert find_seat(several).address == "", "the ranks exchange it"
+    assert find_seat(several | {"MASTER_ADDR": "gpu1"}).address == "gpu1"
 
 
 def test_contradictions_name_the_variable() -> None:
@@ -69,5 +104,3 @@ def test_contradictions_name_the_variable() -> None:
         find_seat(TORCHRUN | {"RANK": "9"})
     with pytest.raises(ConfigError, match="WORLD_SIZE='eight'"):
         find_seat(TORCHRUN | {"WORLD_SIZE": "eight"})
-    with pytest.raises(ConfigError, match="MASTER_ADDR"):
-        find_seat(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     """
     job = json.loads(read_small_file(Path(arguments[0])))
     config = RunConfig.parse(job["config"], "the measured configuration")
-    world = join(timeout_s=config.comm.join_timeout_s, device=config.comm.device)
+    world = join(policy=config.comm)
     figures = figures_of(world, config, job["steps"])
     write_small_file(Path(arguments[1]) / f"{world.rank}.json", json.dumps(figures).encode())
     world.close()

@@ -1,7 +1,8 @@
 """Variables and limits of a process that gloo and NCCL read, set before the first group of a job is made.
 
     GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME   loopback if all ranks are on one host; over several hosts gloo takes the
-                                             interfaces that NCCL is told to use
+                                             interfaces that NCCL is told to use, else both take the interface on
+                                             the way to the store (comm/address.py)
     NCCL_LAUNCH_ORDER_IMPLICIT               kernels of several communicators start in the order of the calls
     TORCH_NCCL_ASYNC_ERROR_HANDLING          torch's own thread leaves a failed communicator to the watch
     CUBLAS_WORKSPACE_CONFIG                  cuBLAS sums in a fixed order; only for ``deterministic: true``
@@ -41,7 +42,12 @@ _CAME_LATE = _set_order()
 
 
 def prepare_for_groups(
-    one_host: bool, backend: str, size: int, adopts: bool, env: MutableMapping[str, str] = os.environ
+    one_host: bool,
+    backend: str,
+    size: int,
+    adopts: bool,
+    env: MutableMapping[str, str] = os.environ,
+    interface: str = "",
 ) -> None:
     """Set what gloo and NCCL read before the groups of a job are made.
 
@@ -51,16 +57,27 @@ def prepare_for_groups(
         size: Number of ranks.
         adopts: True if torch's default group was made by the program.
         env: Environment of this process.
+        interface: Interface at which the other hosts reach this one; "" if it is not known.
     """
     if one_host:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         env.setdefault("GLOO_SOCKET_IFNAME", loopback)
         if backend == "nccl":
             env.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    elif env.get("SHARDWISE_INTERFACE", interface) != interface and interface:
+        # comm.interface chose another interface than our launcher.
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            if env.get(variable) in (None, env["SHARDWISE_INTERFACE"]):
+                env[variable] = interface
     elif "GLOO_SOCKET_IFNAME" not in env and "NCCL_SOCKET_IFNAME" in env:
         found = interfaces_of(env["NCCL_SOCKET_IFNAME"], [name for _, name in socket.if_nameindex()])
         if found:
             env["GLOO_SOCKET_IFNAME"] = ",".join(found)
+    elif interface:
+        # Without it gloo takes the interface of what this host's name resolves to, if it resolves.
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if backend == "nccl":
+            env.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     if backend == "nccl":
         # Several communicators run at once. With this variable their kernels start in the order of the calls, which is
         # the same on all ranks; in another order they could wait for one another.

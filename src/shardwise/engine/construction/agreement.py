@@ -34,6 +34,7 @@ PER_RANK = (
     "monitor",  # only rank 0 reports
     "comm.device",  # a rank of one host names its own accelerator
     "comm.join_timeout_s",
+    "comm.interface",  # every host has interfaces of its own
     "comm.debug_delay_s",
     "data.source",  # every host may hold a copy of its own; the content is compared when the data is opened
     "data.cache",

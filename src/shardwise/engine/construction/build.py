@@ -128,7 +128,7 @@ def initialize(
         take_back(model)
         world = world or world_of(model)
         if world is None:
-            world = join(timeout_s=policies.comm.join_timeout_s, device=policies.comm.device)
+            world = join(policy=policies.comm)
             world.ends_with_engine = True
             refused.callback(world.release)
         given = _InitializeArguments(loss, optimizer, elementwise, initial, on_step, example)

@@ -1,0 +1,29 @@
+"""Address of the store on the hosts of an MPI job, which MPI's variables do not name: exchanged by mpi4py."""
+
+from collections.abc import Callable
+
+from shardwise.base.errors import ConfigError
+
+
+def broadcast_address(rank: int, choose: Callable[[], str]) -> str:
+    """Return the address that rank 0 chooses; all ranks make this call.
+
+    Args:
+        rank: This rank.
+        choose: Function that returns the address, called on rank 0.
+
+    Raises:
+        ConfigError: on all ranks, if rank 0 has no such address.
+    """
+    from mpi4py import MPI
+
+    found = ("", "")
+    if rank == 0:
+        try:
+            found = (choose(), "")
+        except ConfigError as error:
+            found = ("", str(error))
+    address, refusal = MPI.COMM_WORLD.bcast(found, root=0)
+    if refusal:
+        raise ConfigError(str(refusal))
+    return str(address)
