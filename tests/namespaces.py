@@ -232,8 +232,8 @@ def namespaces(
         second: Give each host an interface in a second net, too.
         rate: Most that each host sends by each interface, as ``tc`` writes it: "100mbit"; "": no limit.
         names: The hosts' own names; default: node1, node2 and so on.
-        resolves: Addresses by name in every host's ``/etc/hosts`` beside localhost, or a list with a host's each; "all":
-            every host's name has its address in the first net; None: no name resolves.
+        resolves: Addresses by name in every host's ``/etc/hosts`` beside localhost, or a list with those of each host;
+            "all": every host's name has its address in the first net; None: no name resolves.
         default_route: Give each host a default route, by its first interface.
     """
     if not can_make_namespaces():

@@ -73,7 +73,7 @@ def train(request: CommandRequest) -> int:
             for note in (*notes_on(trainer.config), *trainer.notes()):
                 log.warning("%s", note)
         if world.rank == 0:  # only now, so that a start that fails leaves the folder unchanged
-            folder.keep_start(request.command(), world.size)
+            folder.keep_start(request.command(), world.size, [each for each in world.addresses if each])
             for change in folder.keep_config(config.to_yaml()):
                 log.warning("since the last start of this run: %s", change)
         code = _train(trainer, console, request)

@@ -31,7 +31,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -228,8 +228,14 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
-    def keep_start(self, command: str, ranks: int) -> None:
-        """Add this start to run.json: command, place and versions; an unreadable file is replaced."""
+    def keep_start(self, command: str, ranks: int, hosts: Sequence[str] = ()) -> None:
+        """Add this start to run.json: command, place and versions; an unreadable file is replaced.
+
+        Args:
+            command: The command line.
+            ranks: Number of ranks.
+            hosts: Addresses of the hosts; empty: all ranks are on one host.
+        """
         path = self.root / "run.json"
         try:
             starts = json.loads(read_small_file(path, _STARTS_BYTES))["starts"]
@@ -245,6 +251,7 @@ class RunFolder:
             "host": socket.gethostname(),
             "process": os.getpid(),
             "ranks": ranks,
+            "hosts": list(hosts),
             "command": command,
             "program": sys.argv[0],
             "folder": os.getcwd(),

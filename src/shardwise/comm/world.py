@@ -22,7 +22,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,10 +44,20 @@ from shardwise.comm.links import WorldLinks
 from shardwise.comm.peers import PointToPoint
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous import handshake
-from shardwise.comm.rendezvous.address import HostRoute, find_route, main_address
+from shardwise.comm.rendezvous.address import HostRoute, find_route, is_public, main_address
 from shardwise.comm.rendezvous.connection import connect, serves
 from shardwise.comm.rendezvous.device import choose_device, identity_of
 from shardwise.comm.rendezvous.environment import prepare_for_groups
+from shardwise.comm.rendezvous.host_table import (
+    HostRow,
+    clock_warnings,
+    described,
+    differences,
+    refusal_of_addresses,
+    refusal_of_versions,
+    rows_of,
+    table,
+)
 from shardwise.comm.rendezvous.hosts import exchange_of, levels_of, numbered
 from shardwise.comm.rendezvous.jobs import JobThread
 from shardwise.comm.rendezvous.mpi import broadcast_address
@@ -108,6 +120,8 @@ class World:
         self.board = MessageBoard(rank, members=self.members) if board is None else board
         self.links = WorldLinks(rank, self.members, device, backend, self.board, owns_default)
         """Transports between the ranks."""
+        self.addresses: tuple[str, ...] = ()
+        """Address of each host, by its number; empty texts on one host."""
         self.ends_with_engine = False
         """True if this World was made for one engine, whose ``close`` releases it."""
         self._owns_default = owns_default
@@ -409,9 +423,9 @@ def join(
     adopts = dist.is_initialized()
     if backend is None:
         backend = backend_of_default(found) if adopts and not alone else default_backend
-    board, hosts, is_first = MessageBoard(seat.rank, store), (0,) * seat.world_size, True
+    met = _Meeting(MessageBoard(seat.rank, store), (0,) * seat.world_size)
     if not alone:
-        board, hosts, is_first = _meet(seat, found, backend, store, policy)
+        met = _meet(seat, found, backend, store, policy)
     world = World(
         seat.rank,
         seat.world_size,
@@ -419,20 +433,34 @@ def join(
         seat.local_size,
         backend,
         found,
-        hosts=hosts,
-        board=board,
+        hosts=met.hosts,
+        board=met.board,
         owns_default=not alone and not adopts,
     )
-    if seat.rank == 0 and is_first and not quiet:
-        _print_ranks(seat, found, backend)
+    world.addresses = tuple(row.about.address for row in met.rows)
+    if seat.rank == 0 and met.is_first and not quiet:
+        _print_ranks(seat, found, backend, met.rows)
     return world
 
 
-def _print_ranks(seat: JobSeat, device: torch.device, backend: str) -> None:
-    """Print the number of ranks of the job, the source of that number, the device and the backend."""
+class _Meeting(NamedTuple):
+    """What a rank knows of the others after they have met."""
+
+    board: MessageBoard
+    hosts: tuple[int, ...]
+    """Number of each rank's host."""
+    rows: Sequence[HostRow] = ()
+    is_first: bool = True
+    """True if this is the first World of the job."""
+
+
+def _print_ranks(seat: JobSeat, device: torch.device, backend: str, rows: Sequence[HostRow]) -> None:
+    """Print the number of ranks of the job, the source of that number, the device, the backend, and several hosts."""
     where = f", {seat.local_size} on this host" if seat.local_size != seat.world_size else ""
     many = f"{seat.world_size} ranks{where} from {seat.source}, {device.type}, {backend}"
     print("shardwise: " + (many if seat.world_size > 1 else f"one process, {device.type}"))
+    if len(rows) > 1:
+        print(table(rows))
     sys.stdout.flush()
 
 
@@ -504,18 +532,24 @@ def _adopted() -> JobSeat:
     )
 
 
-def _route(seat: JobSeat, interface: str, may_fail: bool) -> HostRoute | None:
+def _route(seat: JobSeat, policy: CommPolicy, may_fail: bool) -> HostRoute | None:
     """Return the way to the store's host; None if the environment does not name that host.
 
     Args:
         seat: This rank.
-        interface: Value of ``comm.interface``.
+        policy: Keys under ``comm:``.
         may_fail: Return None if there is no way, because the ranks meet at a store that the program made.
     """
     if not seat.address and seat.source == "MPI":
-        seat = seat._replace(address=broadcast_address(seat.rank, lambda: main_address(interface)))
+        seat = seat._replace(address=broadcast_address(seat.rank, lambda: main_address(policy.interface)))
     try:
-        return find_route(seat.address, interface) if seat.address else None
+        route = find_route(seat.address, policy.interface) if seat.address else None
+        if route is not None and is_public(route.store) and not policy.public:
+            raise ConfigError(
+                f"comm.public: the job's store would be at {route.store}, an address of the open internet; set "
+                "MASTER_ADDR to an address of a network of your own, or comm.public: true"
+            )
+        return route
     except ConfigError as error:
         if not may_fail:
             raise
@@ -525,14 +559,11 @@ def _route(seat: JobSeat, interface: str, may_fail: bool) -> HostRoute | None:
 
 def _meet(
     seat: JobSeat, device: torch.device, backend: str, store: dist.Store | None, policy: CommPolicy
-) -> tuple[MessageBoard, tuple[int, ...], bool]:
-    """Wait for the other ranks at the store, and create torch's default group if there is none.
-
-    Returns the board of all ranks, the number of each rank's host, and whether this is the job's first World.
-    """
+) -> _Meeting:
+    """Wait for the other ranks at the store, and create torch's default group if there is none."""
     adopts = dist.is_initialized()
     one_host = seat.local_size == seat.world_size
-    route = None if one_host else _route(seat, policy.interface, may_fail=adopts or store is not None)
+    route = None if one_host else _route(seat, policy, may_fail=adopts or store is not None)
     prepare_for_groups(
         one_host, backend, seat.world_size, adopts, interface="" if route is None else route.interface
     )
@@ -544,9 +575,12 @@ def _meet(
     # torchrun's agent serves one store for all restarts of its ranks.
     base = dist.PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
     me = handshake.identity(identity_of(device, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    me = described(me, device, route, one_host, seat.local_rank == 0)
     secret = os.environ.get("SHARDWISE_SECRET")
     folder = handshake.private_folder(_private_candidates()) if one_host and not secret else None
-    met = handshake.meet(base, seat.rank, seat.world_size, me, secret, folder, policy.join_timeout_s)
+    met = handshake.meet(
+        base, seat.rank, seat.world_size, me, secret, folder, policy.join_timeout_s, partial(_refusal, policy)
+    )
     # The store of a default group that an earlier join made counts its meetings anew.
     is_first = met.turn == 1 and not (adopts and is_made_here())
     if met.secret_from == "none" and seat.rank == 0 and is_first:
@@ -570,9 +604,18 @@ def _meet(
         if store is None and serves(seat):
             # Not atexit, because ranks of shardwise.launch(function) never run its handlers.
             multiprocessing.util.Finalize(None, _end_of_job, (weakref.ref(met.store),), exitpriority=0)
-    hosts = numbered([each.host for each in met.who])
+    rows = rows_of(met.who, met.clocks)
+    if seat.rank == 0 and is_first:
+        for sentence in (*differences(met.who), *clock_warnings(rows)):
+            _log.warning("%s", sentence)
     board = MessageBoard(seat.rank, met.store, met.word, watch, range(seat.world_size))
-    return board, hosts, is_first
+    return _Meeting(board, numbered([each.host for each in met.who]), rows, is_first)
+
+
+def _refusal(policy: CommPolicy, who: Sequence[handshake.RankIdentity]) -> str:
+    """Return why ranks with these identities cannot begin, or ""."""
+    versions = refusal_of_versions(who) if policy.versions == "same" else ""
+    return versions or ("" if policy.public else refusal_of_addresses(who))
 
 
 def _end_of_job(store: "weakref.ref[SealedStore]") -> None:

@@ -23,7 +23,9 @@ import os
 import platform
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +34,7 @@ import torch.distributed as dist
 from shardwise.base.errors import CommError, ConfigError, DeadlineError
 from shardwise.base.strict_json import read_object
 from shardwise.base.words import counted, named_ranks
+from shardwise.comm.rendezvous.hosts import numbered
 from shardwise.comm.rendezvous.store import SealedStore, missing_keys, seal
 
 _WORD_BYTES = 16
@@ -49,6 +52,18 @@ class RankIdentity(NamedTuple):
     pid: int
     device: str
     """Text that only the rank's device has (``device.identity_of``); "" on the CPU, which ranks may share."""
+    name: str = ""
+    """Name that the host has as its own."""
+    address: str = ""
+    """Numeric address at which other hosts reach the host; "" on one host."""
+    interface: str = ""
+    """Interface with that address."""
+    chosen_by: str = ""
+    """What decided the address."""
+    has: str = ""
+    """Processor cores or devices of the host."""
+    versions: str = ""
+    """What must be the same on all hosts, as "NAME VERSION, NAME VERSION"."""
 
 
 class HandshakeResult(NamedTuple):
@@ -63,6 +78,14 @@ class HandshakeResult(NamedTuple):
     """Source of the secret: "environment", "file" or "none"."""
     turn: int
     """Number of the meeting in this job; 1 for the first."""
+    clocks: tuple[float | None, ...] = ()
+    """Seconds that the clock of each host is ahead of that of rank 0's host, by number of the host; only on rank 0 of
+    several hosts, in the first meeting.
+    """
+
+
+Refusal = Callable[[Sequence[RankIdentity]], str]
+"""Function that returns why ranks with these identities cannot begin, or ""."""
 
 
 def identity(device: str) -> RankIdentity:
@@ -94,6 +117,7 @@ def meet(
     given: str | None,
     folder: Path | None,
     timeout_s: float,
+    refusal: Refusal = lambda who: "",
 ) -> HandshakeResult:
     """Wait for all ranks at the store, and agree on a key that seals their texts.
 
@@ -105,14 +129,15 @@ def meet(
         given: Secret from the environment, or None.
         folder: Folder in which ranks of one host may share a secret; None: there is none.
         timeout_s: Seconds to wait for the ranks.
+        refusal: More reasons for which the job cannot begin; rank 0 asks, and all ranks refuse.
 
     Raises:
         DeadlineError: if ranks do not come within ``timeout_s``; the message names them.
         CommError: if a secret does not fit or the store does not answer.
-        ConfigError: if ranks share a device.
+        ConfigError: if ranks share a device, or ``refusal`` gives a reason.
     """
     try:
-        return _meet(base, rank, size, me, given, folder, timeout_s)
+        return _meet(base, rank, size, me, given, folder, timeout_s, refusal)
     except dist.DistError as error:
         why = (
             "this rank serves it"
@@ -130,6 +155,7 @@ def _meet(
     given: str | None,
     folder: Path | None,
     timeout_s: float,
+    refusal: Refusal,
 ) -> HandshakeResult:
     turn = base.add(f"shardwise/joins/{rank}", 1)
     place = f"shardwise/join/{turn}"
@@ -137,7 +163,7 @@ def _meet(
     base.set(f"{place}/hello/{rank}", json.dumps([nonce, *me]))
     source = "environment" if given else "none" if folder is None else "file"
     if rank == 0:
-        return _host(base, size, turn, given, folder, source, timeout_s)
+        return _host(base, size, turn, given, folder, source, timeout_s, refusal)
     key = f"{place}/welcome/{rank}"
     if missing_keys(base, [key], timeout_s + _PATIENCE_S):
         raise DeadlineError(
@@ -168,10 +194,12 @@ def _meet(
     store.set(f"{place}/ready/{rank}", b"ready")
     if missing_keys(base, [f"{place}/go"], timeout_s + _PATIENCE_S):
         raise DeadlineError(f"rank {rank}: rank 0 welcomed this rank and then stopped answering; see its log")
-    refusal, who = json.loads(store.get(f"{place}/go"))
-    if refusal:
-        raise ConfigError(refusal)
-    return HandshakeResult(store, word, [RankIdentity(*each) for each in who], source, turn)
+    refused, who = json.loads(store.get(f"{place}/go"))
+    if refused:
+        raise ConfigError(refused)
+    met = HandshakeResult(store, word, [RankIdentity(*each) for each in who], source, turn)
+    _answer_for_clock(met, rank, timeout_s)
+    return met
 
 
 def _host(
@@ -182,6 +210,7 @@ def _host(
     folder: Path | None,
     source: str,
     timeout_s: float,
+    refusal: Refusal,
 ) -> HandshakeResult:
     """Run rank 0's part of the handshake."""
     place = f"shardwise/join/{turn}"
@@ -217,11 +246,45 @@ def _host(
             )
         for rank in range(1, size):
             store.get(f"{place}/ready/{rank}")
-    error = _shared_devices(who)
+    error = _shared_devices(who) or refusal(who)
     store.set(f"{place}/go", json.dumps([error, who]))
     if error:
         raise ConfigError(error)
-    return HandshakeResult(store, word, who, source, turn)
+    met = HandshakeResult(store, word, who, source, turn)
+    return met._replace(clocks=_measured_clocks(met, timeout_s))
+
+
+def _first_ranks(met: HandshakeResult) -> list[int]:
+    """Return the first rank of each host, if clocks are measured in this meeting, else an empty list."""
+    numbers = numbered([each.host for each in met.who])
+    return (
+        [] if met.turn > 1 or max(numbers) == 0 else [numbers.index(host) for host in range(max(numbers) + 1)]
+    )
+
+
+def _answer_for_clock(met: HandshakeResult, rank: int, timeout_s: float) -> None:
+    """Tell rank 0 this host's clock at the moment at which rank 0's question arrives."""
+    if rank in _first_ranks(met):
+        asked = f"clock/{met.word}/{rank}"
+        # A call that blocks returns as soon as the question is there; polling would be late by a pause.
+        met.store.wait([asked], timedelta(seconds=timeout_s + _PATIENCE_S))
+        met.store.set(f"{asked}/answer", repr(time.time()))
+
+
+def _measured_clocks(met: HandshakeResult, timeout_s: float) -> tuple[float | None, ...]:
+    """Return how far each host's clock is ahead of this one, exact to half of the way there and back."""
+    found: list[float | None] = []
+    for rank in _first_ranks(met):
+        if rank == 0:
+            found.append(0.0)
+            continue
+        asked = f"clock/{met.word}/{rank}"
+        before_s = time.time()
+        met.store.set(asked, "")
+        met.store.wait([f"{asked}/answer"], timedelta(seconds=timeout_s))
+        after_s = time.time()
+        found.append(float(met.store.get(f"{asked}/answer")) - (before_s + after_s) / 2)
+    return tuple(found)
 
 
 @contextlib.contextmanager
@@ -253,10 +316,14 @@ def _hello(data: bytes, rank: int) -> tuple[str, RankIdentity]:
         b'{"hello": ' + data[: _TEXT_BYTES + 1] + b"}", where, limit_bytes=_TEXT_BYTES, kind=CommError
     )
     match found["hello"]:
-        case [str(nonce), str(host), int(pid), str(device)] if (
-            len(found) == 1 and 0 < pid < 2**31 and (nonce + host + device).isprintable()
+        case [str(nonce), str(host), int(pid), *texts] if (
+            len(found) == 1
+            and 0 < pid < 2**31
+            and len(texts) == len(RankIdentity._fields) - 2
+            and all(isinstance(text, str) for text in texts)
+            and (nonce + host + "".join(texts)).isprintable()
         ):
-            return nonce, RankIdentity(host, pid, device)
+            return nonce, RankIdentity(host, pid, *texts)
     raise CommError(
         f"{where} is not what a rank writes ({data[:80]!r}): another program reached the job's store. Start the job "
         "again, where no other program reaches its port"
