@@ -1,6 +1,7 @@
 """Where the rank comes from, in which order, and what a contradiction says."""
 
 import errno
+import os
 import socket
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_the_store_of_one_host_listens_on_loopback_alone(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    store = connect(JobSeat(0, 2, 0, 2, address, port, "test"), None, 5.0)
+    store = connect(JobSeat(0, 2, 0, 2, address, port, "test"), None, 5.0, os.environ)
     store.set("k", "v")
     assert listens_at(port) == {"0100007F"}
 

@@ -444,7 +444,7 @@ def join(
 
 
 class _Meeting(NamedTuple):
-    """What a rank knows of the others after they have met."""
+    """Result of a meeting of all ranks, for one rank."""
 
     board: MessageBoard
     hosts: tuple[int, ...]
@@ -541,9 +541,11 @@ def _route(seat: JobSeat, policy: CommPolicy, may_fail: bool) -> HostRoute | Non
         may_fail: Return None if there is no way, because the ranks meet at a store that the program made.
     """
     if not seat.address and seat.source == "MPI":
-        seat = seat._replace(address=broadcast_address(seat.rank, lambda: main_address(policy.interface)))
+        seat = seat._replace(
+            address=broadcast_address(seat.rank, lambda: main_address(os.environ, policy.interface))
+        )
     try:
-        route = find_route(seat.address, policy.interface) if seat.address else None
+        route = find_route(seat.address, os.environ, policy.interface) if seat.address else None
         if route is not None and is_public(route.store) and not policy.public:
             raise ConfigError(
                 f"comm.public: the job's store would be at {route.store}, an address of the open internet; set "
@@ -571,7 +573,7 @@ def _meet(
     if base is None and adopts:
         base = dist.distributed_c10d._get_default_store()
     if base is None:
-        base = connect(seat, route, policy.join_timeout_s)
+        base = connect(seat, route, policy.join_timeout_s, os.environ)
     # torchrun's agent serves one store for all restarts of its ranks.
     base = dist.PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
     me = handshake.identity(identity_of(device, os.environ.get("CUDA_VISIBLE_DEVICES")))
@@ -601,7 +603,7 @@ def _meet(
             timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         )
         keep_with_default(met.store)
-        if store is None and serves(seat):
+        if store is None and serves(seat, os.environ):
             # Not atexit, because ranks of shardwise.launch(function) never run its handlers.
             multiprocessing.util.Finalize(None, _end_of_job, (weakref.ref(met.store),), exitpriority=0)
     rows = rows_of(met.who, met.clocks)

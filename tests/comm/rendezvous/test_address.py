@@ -86,10 +86,10 @@ def test_the_user_s_variable_comes_first_and_that_of_our_launcher_last(
     monkeypatch.setattr(addresses, "source_of", lambda address: "10.0.0.5")
     monkeypatch.setattr(addresses, "interface_of", lambda address: "eth0")
     env = {variable: "ib0"}
-    assert find_route("10.0.0.1", "eth0", PRESENT, env).own == "192.168.3.5"
+    assert find_route("10.0.0.1", env, "eth0", PRESENT).own == "192.168.3.5"
     by_launcher = env | {"SHARDWISE_INTERFACE": "ib0"}
-    assert find_route("10.0.0.1", "eth0", PRESENT, by_launcher).reason == "comm.interface: eth0"
-    assert find_route("10.0.0.1", "", PRESENT, by_launcher).reason == "the way to 10.0.0.1"
+    assert find_route("10.0.0.1", by_launcher, "eth0", PRESENT).reason == "comm.interface: eth0"
+    assert find_route("10.0.0.1", by_launcher, "", PRESENT).reason == "the way to 10.0.0.1"
 
 
 class Case(NamedTuple):

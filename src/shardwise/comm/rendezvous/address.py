@@ -16,7 +16,6 @@ Cost: one look-up of a name, one datagram socket that sends nothing.
 
 import ctypes
 import ipaddress
-import os
 import queue
 import socket
 import sys
@@ -244,18 +243,15 @@ def selected(asked: str, present: Sequence[HostAddress]) -> HostAddress:
 
 
 def find_route(
-    name: str,
-    asked: str = "",
-    present: Sequence[HostAddress] | None = None,
-    env: Mapping[str, str] = os.environ,
+    name: str, env: Mapping[str, str], asked: str = "", present: Sequence[HostAddress] | None = None
 ) -> HostRoute:
     """Return the way of this host to the store of a job on several hosts.
 
     Args:
         name: Name or address of the store's host.
+        env: Environment of this process.
         asked: Value of ``comm.interface``; "": the way to the store decides.
         present: Addresses of this host; None: as the system reports them.
-        env: Environment of this process.
 
     Raises:
         ConfigError: if the name does not resolve, there is no way to it, or the choice is not clear.
@@ -309,17 +305,18 @@ def _store_address(name: str, chosen: HostAddress | None, present: Sequence[Host
     return _main_address(chosen, present, f"the store's host {name} is this one, and the name {why}")
 
 
-def main_address(asked: str = "") -> str:
+def main_address(env: Mapping[str, str], asked: str = "") -> str:
     """Return the address at which other hosts reach this one, for a store whose address the others are yet to learn.
 
     Args:
+        env: Environment of this process.
         asked: Value of ``comm.interface``.
 
     Raises:
         ConfigError: if this host has several addresses and nothing says which one is meant.
     """
     present = own_addresses()
-    return _main_address(_chosen(asked, present, os.environ)[0], present, "the store is on this host")
+    return _main_address(_chosen(asked, present, env)[0], present, "the store is on this host")
 
 
 def _main_address(chosen: HostAddress | None, present: Sequence[HostAddress], why: str) -> str:

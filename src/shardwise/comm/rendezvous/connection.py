@@ -8,6 +8,7 @@ all ranks are on one host, else the address of MASTER_ADDR.
 import errno
 import os
 import socket
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -18,29 +19,30 @@ from shardwise.comm.rendezvous.address import HostRoute, family_of
 from shardwise.comm.rendezvous.seat import LOOPBACK, JobSeat
 
 
-def is_under_agent() -> bool:
+def is_under_agent(env: Mapping[str, str]) -> bool:
     """Return whether torchrun's agent serves the store."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
+    return "TORCHELASTIC_RUN_ID" in env
 
 
-def serves(seat: JobSeat) -> bool:
+def serves(seat: JobSeat, env: Mapping[str, str]) -> bool:
     """Return whether this rank serves the store."""
-    return seat.rank == 0 and not is_under_agent()
+    return seat.rank == 0 and not is_under_agent(env)
 
 
-def connect(seat: JobSeat, route: HostRoute | None, timeout_s: float) -> dist.Store:
+def connect(seat: JobSeat, route: HostRoute | None, timeout_s: float, env: Mapping[str, str]) -> dist.Store:
     """Return the store of the job, which rank 0 begins to serve.
 
     Args:
         seat: This rank.
         route: Way to the store's host; None: all ranks are on this host.
         timeout_s: Seconds to wait for the store.
+        env: Environment of this process.
 
     Raises:
         CommError: if the store cannot be reached or served.
     """
-    descriptor = os.environ.get("SHARDWISE_STORE_FD")
-    under_agent, listens = is_under_agent(), serves(seat)
+    descriptor = env.get("SHARDWISE_STORE_FD")
+    under_agent, listens = is_under_agent(env), serves(seat, env)
     # All ranks are on this host: no other host shall reach the store, whatever name of this host the environment
     # contains.
     one_host = seat.local_size == seat.world_size
