@@ -20,6 +20,8 @@ class CommandRequest:
     ranks: int | None = None
     memory_snapshot: str | None = None
     """File from whose name those of the ranks' memory snapshots are made."""
+    host_words: tuple[str, ...] = ()
+    """Options of hosts, as words of the command line."""
 
     def to_json(self) -> str:
         """Return the request as JSON, for the ranks' command line."""
@@ -29,12 +31,12 @@ class CommandRequest:
     def from_json(cls, text: str) -> "CommandRequest":
         """Return the request that :meth:`to_json` wrote."""
         given = json.loads(text)
-        return cls(**given | {"overrides": tuple(given["overrides"])})
+        return cls(**given | {name: tuple(given[name]) for name in ("overrides", "host_words")})
 
     def command(self) -> str:
         """Return the command that continues this run."""
         words = ["shardwise", "train", self.config]
-        words += ["--ranks", str(self.ranks)] if self.ranks is not None else []
+        words += self.host_words or (["--ranks", str(self.ranks)] if self.ranks is not None else [])
         words += [word for override in self.overrides for word in ("--set", override)]
         return shlex.join(words)
 

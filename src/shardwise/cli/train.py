@@ -1,8 +1,29 @@
 """``shardwise train CONFIG``: from one file to a trained model."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from shardwise.cli.launch import (
+    Exclude,
+    Exports,
+    ForceMulti,
+    Hostfile,
+    Include,
+    LauncherArgs,
+    LauncherName,
+    MasterAddr,
+    MasterPort,
+    NodeRank,
+    NoSsh,
+    NumNodes,
+    Renders,
+    SshPort,
+)
+
+if TYPE_CHECKING:
+    from shardwise.cli.request import CommandRequest
+    from shardwise.launch.starting import HostChoice
 
 _Config = Annotated[
     str, typer.Argument(help="The run as YAML, JSON or JSON with comments; or the name of an example.")
@@ -12,7 +33,8 @@ _Ranks = Annotated[
     typer.Option(
         "--ranks",
         "-n",
-        help="Processes on this host. Left out: the ranks of torchrun, srun or mpirun, or one.",
+        help="Processes on each host. Left out: the slots of --hostfile; else the ranks of torchrun, srun or mpirun, "
+        "or one.",
     ),
 ]
 _Overrides = Annotated[
@@ -64,12 +86,33 @@ def command(
     check: _Check = False,
     memory: _Memory = None,
     as_json: _AsJson = False,
+    hostfile: Hostfile = None,
+    include: Include = "",
+    exclude: Exclude = "",
+    num_nodes: NumNodes = None,
+    node_rank: NodeRank = None,
+    master_addr: MasterAddr = None,
+    master_port: MasterPort = None,
+    launcher: LauncherName = None,
+    launcher_args: LauncherArgs = "",
+    ssh_port: SshPort = None,
+    exports: Exports = None,
+    no_ssh: NoSsh = False,
+    force_multi: ForceMulti = False,
+    renders: Renders = False,
 ) -> None:
     """Train a model, and leave checkpoints, metrics and logs in its run folder."""
     from shardwise.cli.rank import train
     from shardwise.cli.request import CommandRequest
+    from shardwise.launch.starting import HostChoice, place_of
 
-    request = CommandRequest(config, tuple(overrides or ()), resume, profile, ranks, memory_snapshot)
+    choice = HostChoice(
+        ranks, hostfile, include, exclude, num_nodes, node_rank, master_addr, master_port, launcher, launcher_args,
+        ssh_port, tuple(exports or ()), no_ssh, force_multi, renders,
+    )  # fmt: skip
+    world = place_of(choice, counts_devices=False).world if check and choice.names_hosts() else ranks
+    words = tuple(choice.words())
+    request = CommandRequest(config, tuple(overrides or ()), resume, profile, world, memory_snapshot, words)
     if (as_json or memory) and not check:
         from shardwise.base.errors import UsageError
 
@@ -90,26 +133,34 @@ def command(
         found = checks.check(request, None if memory is None else checks.memory_of(memory))
         typer.echo(found.to_json() if as_json else "\n".join(found.lines()))
         raise typer.Exit(0 if found.report is None or found.report.fits else 2)
-    if ranks is None:
+    if ranks is None and not choice.names_hosts():
         raise typer.Exit(train(request))
+    raise typer.Exit(_launch(request, choice))
 
+
+def _launch(request: "CommandRequest", choice: "HostChoice") -> int:
+    """Check the run, start its ranks, and return the exit code.
+
+    What the ranks check as well is checked here first, so that a fault is reported once, before anything has started.
+    """
     from pathlib import Path
 
     from shardwise.cli.run_folder import RunFolder
     from shardwise.config.auto import resolve
-    from shardwise.launch.local import RankProgram, check_ranks, run
+    from shardwise.launch.local import RankProgram
+    from shardwise.launch.starting import RankOptions, place_of, start
 
-    # Checked by this process as well as in the ranks, so that a fault is reported once, before anything has started.
-    check_ranks(ranks)
+    place = place_of(choice, counts_devices=False)
     wanted = request.load()
-    if memory_snapshot is not None:
+    if request.memory_snapshot is not None:
         from shardwise.cli.profile import check_snapshot, device_type_of
 
-        check_snapshot(memory_snapshot, device_type_of(wanted.comm.device))
-    resolve(wanted, ranks, "cpu")
+        check_snapshot(request.memory_snapshot, device_type_of(wanted.comm.device))
+    resolve(wanted, place.world, "cpu")
     folder = RunFolder(Path(wanted.output_dir))
-    folder.start_from(resume)
-    with folder.claimed():
-        pass  # rank 0 locks the folder for the whole run; a second run is refused before its ranks start
+    folder.start_from(request.resume)
+    if not choice.node_rank and not choice.renders:
+        with folder.claimed():
+            pass  # rank 0 locks the folder for the whole run; a second run is refused before its ranks start
     program = RankProgram("module", "shardwise.cli.rank", (request.to_json(),))
-    raise typer.Exit(run(program, ranks, folder.logs))
+    return start(program, place, choice, RankOptions(folder.logs))

@@ -4,7 +4,8 @@ When one rank fails, its peers soon fail too, because they wait for it: a broken
 one real error. The failure to show is the first in time; among failures that are close together, a failure of
 communication yields to any other.
 
-Times are of the monotonic clock, which all processes of one host share.
+Times are of the monotonic clock, which all processes of one host share. The launcher of several hosts converts the
+times of each host to its own clock before it compares them (``link.py``).
 """
 
 import json
@@ -81,6 +82,13 @@ class RankFailure:
     """True if the rank failed in communication, so that another rank's failure may be the cause."""
     is_answer: bool = False
     """True for a :class:`ShardwiseError`, whose message is complete without a traceback."""
+    host: str = ""
+    """Name of the rank's host; "" if the job is on one host."""
+
+    @property
+    def place(self) -> str:
+        """The rank, and its host if the job is on several hosts."""
+        return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
 
 
 def headline(error: BaseException) -> str:
@@ -188,21 +196,31 @@ def read(path: str | os.PathLike[str], rank: int, time_s: float) -> RankFailure:
         The failure. If the record cannot be read, the failure says so.
     """
     try:
-        found = json.loads(read_small_file(path, _RECORD_BYTES, follows_links=False))
-        kinds = {each.name: _KINDS[each.type] for each in fields(RankFailure)}
-        wrong = [name for name, kind in kinds.items() if name in found and type(found[name]) not in kind]
-        if wrong:
-            raise ValueError(f"{wrong[0]} is a {type(found[wrong[0]]).__name__}")
-        failure = replace(RankFailure(**found), rank=rank)
-        if abs(failure.code) >= 1 << 31 or not math.isfinite(failure.time_s):
-            raise ValueError("code or time_s is out of range")
+        return replace(
+            of_plain(json.loads(read_small_file(path, _RECORD_BYTES, follows_links=False))), rank=rank
+        )
     except OSError as error:
         said = error.strerror or str(error)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         said = str(error)[:200]
-    else:
-        return failure
     return RankFailure(rank, time_s, 1, f"failed, and its record of the failure cannot be read ({said})")
+
+
+def of_plain(found: dict[str, Any]) -> RankFailure:
+    """Return the failure whose fields are in an object of JSON.
+
+    Raises:
+        ValueError: if a field has another type, or a number is out of range.
+        TypeError: if a field is unknown or missing, or ``found`` is no object.
+    """
+    kinds = {each.name: _KINDS[each.type] for each in fields(RankFailure)}
+    wrong = [name for name, kind in kinds.items() if name in found and type(found[name]) not in kind]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is a {type(found[wrong[0]]).__name__}")
+    failure = RankFailure(**found)
+    if abs(failure.code) >= 1 << 31 or not math.isfinite(failure.time_s):
+        raise ValueError("code or time_s is out of range")
+    return failure
 
 
 def first(failures: Iterable[RankFailure]) -> RankFailure:

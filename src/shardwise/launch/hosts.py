@@ -11,6 +11,7 @@ A slot is a place for one rank. On a host with accelerators the slot is the numb
 command with its own ``--node_rank``, and the ranks connect at the first host's address.
 """
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -307,3 +308,22 @@ def shares(cores: Iterable[int], ranks: int) -> list[tuple[int, ...]]:
             f"launch: {counted(ranks, 'rank')} cannot be bound to {counted(len(given), 'core')}; each needs its own"
         )
     return [tuple(given[rank * size : (rank + 1) * size]) for rank in range(ranks)]
+
+
+def cores_of_ranks(core_list: str | None, ranks: int) -> list[tuple[int, ...]]:
+    """Return the cores of this host that each of ``ranks`` ranks binds itself to.
+
+    Args:
+        core_list: The cores to share out; None: the cores of this process.
+        ranks: Number of ranks on this host.
+
+    Raises:
+        UsageError: if this system does not bind processes to cores, or this process may not use one of the cores.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise UsageError("launch: --bind_cores_to_rank: this system does not bind processes to cores")
+    mine = sorted(os.sched_getaffinity(0))
+    wanted = parse_cores(core_list) if core_list else mine
+    if set(wanted) - set(mine):
+        raise UsageError(f"launch: --bind_core_list {core_list}: this process may use the cores {mine}")
+    return shares(wanted, ranks)

@@ -90,6 +90,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
+        self.end_within_s: float | None = None
+        """Seconds between SIGTERM and SIGKILL, once the job has to end at once; None before that."""
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -106,11 +108,20 @@ class StopSignals:
                 signal.signal(number, handler)
 
 
+class JobChannel(NamedTuple):
+    """Origin of the orders to the launcher of this host, and receiver of what happens to its ranks."""
+
+    requests: StopSignals
+    reporter: report.JobReporter
+    has_terminal: bool = True
+    """True if the first rank of this host writes to the terminal as if it ran alone; False if its lines are tagged."""
+
+
 class RankProcesses:
     """The processes of one job's ranks, from their start to their end."""
 
-    def __init__(self, job: LaunchJob, output: JobOutput, console: Console) -> None:
-        self.job, self.output, self.console = job, output, console
+    def __init__(self, job: LaunchJob, output: JobOutput, reporter: report.JobReporter) -> None:
+        self.job, self.output, self.reporter = job, output, reporter
         self.processes: list[subprocess.Popen[bytes]] = []
         self.failures: dict[int, RankFailure] = {}
         self.stopped: set[int] = set()
@@ -161,13 +172,17 @@ class RankProcesses:
             ended = process.poll()
             path = self.job.failure_path(rank)
             if os.path.lexists(path):
-                self.failures[rank] = failures.read(path, rank, self._looked_at_s)
+                self._record(failures.read(path, rank, self._looked_at_s))
             elif ended is not None and ended not in wanted:
                 # The rank ended at some moment since the last look; the earliest is the safe guess for a cause.
-                self.failures[rank] = failures.of_exit(rank, self._looked_at_s, ended)
+                self._record(failures.of_exit(rank, self._looked_at_s, ended))
             elif ended is not None and ended != 0:
                 self.stopped.add(rank)
         self._looked_at_s = now
+
+    def _record(self, failure: RankFailure) -> None:
+        self.failures[failure.rank] = failure
+        self.reporter.failed(failure)
 
     def is_over(self) -> bool:
         """Return True if no rank runs any more."""
@@ -184,7 +199,7 @@ class RankProcesses:
             time.sleep(ending.POLL_S)
             self.look(None)
         self.look(None)
-        cause = report.show_failures(self.console, self.failures.values(), self.output.log_of)
+        cause = self.reporter.show(self.failures.values(), self.output.log_of)
         for failure in self.failures.values():
             self._keep(failure)
         return cause.code
@@ -222,12 +237,14 @@ class RankProcesses:
             if asked is None and requests.received:
                 asked = requests.received[0]
                 asked_s = time.monotonic()
-                self.console.print("stopping the ranks; once more kills them", style="bold", soft_wrap=True)
+                self.reporter.say("stopping the ranks; once more kills them", "bold")
                 for process in self.processes:
                     if process.poll() is None:
                         ending.ask(process, asked)
             if len(requests.received) > 1:
                 return 128 + requests.received[0]
+            if requests.end_within_s is not None:
+                return 1
             if self.stopped:
                 return self._finish_stop(asked or signal.SIGTERM)
             if self.failures:
@@ -240,10 +257,9 @@ class RankProcesses:
                 and (deaf := self._deaf(asked, asked_s))
             ):
                 waited_s = time.monotonic() - asked_s
-                self.console.print(
+                self.reporter.say(
                     f"{named_ranks(deaf)} did not stop within {waited_s:.0f} s of {asked.name}: killing all",
-                    style="bold red",
-                    soft_wrap=True,
+                    "bold red",
                 )
                 return 128 + asked
             time.sleep(ending.POLL_S)
@@ -256,11 +272,9 @@ class RankProcesses:
         """
         if not ending.stop(self.processes, self.job.word, grace_s):
             pids = [process.pid for process in self.processes if process.poll() is None]
-            self.console.print(
-                f"processes {pids} do not end: the kernel holds them", style="bold red", soft_wrap=True
-            )
+            self.reporter.say(f"processes {pids} do not end: the kernel holds them", "bold red")
         if sys.stdout is not None and sys.stdout.isatty():
-            self.console.show_cursor()  # a rank that was killed while it drew leaves the cursor hidden
+            self.reporter.console.show_cursor()  # a rank that was killed while it drew leaves the cursor hidden
 
 
 def check_ranks(ranks: int) -> None:
@@ -293,6 +307,7 @@ def run(
     exports: Mapping[str, str] | None = None,
     says: Callable[[Sequence[int]], None] | None = None,
     as_deepspeed: bool = False,
+    channel: JobChannel | None = None,
 ) -> int:
     """Run ``program`` on ranks of this host, wait for their end, and leave no process of the job on this host.
 
@@ -306,6 +321,7 @@ def run(
         exports: More environment variables for every rank.
         says: Function that is called with the ranks' process numbers.
         as_deepspeed: Let ``import deepspeed`` in the ranks import Shardwise.
+        channel: Origin of orders and receiver of failures; None: signals, and the console.
 
     Returns:
         The exit code of the job.
@@ -316,20 +332,22 @@ def run(
     """
     here = HostRanks(ranks, ranks) if isinstance(ranks, int) else ranks
     check_ranks(here.local)
-    _check_script(program)
+    check_script(program)
     console = console or lasting_console(stderr=True)
+    channel = channel or JobChannel(StopSignals(), report.JobReporter(console))
+    requests, reporter = channel.requests, channel.reporter
     _warn_of_few_cores(console, here.local)
     _flush_output()
-    output = JobOutput(None if logs is None else Path(logs), here.first)
-    requests = StopSignals()
+    output = JobOutput(None if logs is None else Path(logs), here.first if channel.has_terminal else None)
     folder = tempfile.mkdtemp(prefix="shardwise_")  # readable only by this user
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        store = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        store = stack.enter_context(socket.socket(_family(here.address), socket.SOCK_STREAM))
         if here.first == 0:
             here = here._replace(port=_bind(store, here))
+            reporter.listens_at(here.port)
         job = _job_of(here, Path(folder), cores_of, dict(exports or {}), as_deepspeed)
-        watch = RankProcesses(job, output, console)
+        watch = RankProcesses(job, output, reporter)
         stack.enter_context(requests.listening())
         stack.callback(output.close, 1.0)
         try:
@@ -341,11 +359,12 @@ def run(
             grace_s = 0
             raise
         finally:
-            watch.stop(0 if len(requests.received) > 1 else grace_s)
+            ordered_s = grace_s if requests.end_within_s is None else requests.end_within_s
+            watch.stop(0 if len(requests.received) > 1 else ordered_s)
         return code
 
 
-def _check_script(program: RankProgram) -> None:
+def check_script(program: RankProgram) -> None:
     """Raise UsageError if the program is a script that does not exist."""
     if program.kind == "script" and not os.path.exists(program.name):
         raise UsageError(f"launch: there is no script {program.name!r} here, in {os.getcwd()}")
@@ -378,6 +397,11 @@ def _job_of(
         inherited = exports.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
         exports |= names_of_deepspeed(folder, inherited)
     return LaunchJob(secrets.token_hex(16), here, folder, secret, cores_of, exports)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    """Return the family of a numeric address; that of IPv4 for a name, which ``bind`` resolves."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _bind(store: socket.socket, here: HostRanks) -> int:

@@ -93,13 +93,13 @@ class JobOutput:
 
     Args:
         logs: Folder of the ranks' logs; None: no logs.
-        first: Rank that has the terminal.
+        first: Rank that has the terminal; None: no rank of this host.
     """
 
-    def __init__(self, logs: Path | None, first: int = 0) -> None:
+    def __init__(self, logs: Path | None, first: int | None = 0) -> None:
         self._logs = logs
         self._first = first
-        """Rank that has the terminal."""
+        """Rank that has the terminal; None: no rank of this host."""
         self._threads: list[threading.Thread] = []
         self._ours: list[int] = []
         if logs is not None:
@@ -137,7 +137,7 @@ class JobOutput:
                 yield RankStreams(*opened)
             else:
                 file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-                if rank > self._first:
+                if rank != self._first:
                     opened.append(file)
                     yield RankStreams(file, file)
                 else:

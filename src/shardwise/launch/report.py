@@ -35,9 +35,9 @@ def show_failures(
     log = log_of(cause.rank)
     if cause.is_answer:
         is_everywhere = all(f.headline == cause.headline for f in followed)
-        show_answer(console, cause.headline, "" if is_everywhere else f" on rank {cause.rank}")
+        show_answer(console, cause.headline, "" if is_everywhere else f" on {cause.place}")
     else:
-        title = Text(f"rank {cause.rank} failed: {printable(cause.headline)}", style="bold red")
+        title = Text(f"{cause.place} failed: {printable(cause.headline)}", style="bold red")
         console.print(title, soft_wrap=True)
         if cause.traceback:
             console.print(Text(printable(cause.traceback.rstrip())), soft_wrap=True)
@@ -46,9 +46,9 @@ def show_failures(
     for failure in followed:
         if failure.headline != cause.headline:
             line = printable(failure.headline.partition("\n")[0])
-            console.print(Text(f"rank {failure.rank} failed too: {line}", style="dim"), soft_wrap=True)
+            console.print(Text(f"{failure.place} failed too: {line}", style="dim"), soft_wrap=True)
     if log is not None and not cause.is_answer:
-        console.print(Text(f"log of rank {cause.rank}: {log}", style="dim"), soft_wrap=True)
+        console.print(Text(f"log of {cause.place}: {log}", style="dim"), soft_wrap=True)
     return cause
 
 
@@ -60,3 +60,28 @@ def _tail(log: Path) -> str:
     except OSError:
         return ""
     return "\n".join("    " + line for line in lines[-_TAIL_LINES:])
+
+
+class JobReporter:
+    """Receiver of what happens to the ranks of this host; prints it to the terminal.
+
+    Args:
+        console: Console to print to.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def say(self, text: str, style: str) -> None:
+        """Print a sentence about the job."""
+        self.console.print(text, style=style, highlight=False, soft_wrap=True)
+
+    def listens_at(self, port: int) -> None:
+        """Do nothing; the ranks of this host find the store's port in their environment."""
+
+    def failed(self, failure: RankFailure) -> None:
+        """Do nothing; :meth:`show` receives all failures after the first ones have settled."""
+
+    def show(self, failures: Iterable[RankFailure], log_of: Callable[[int], Path | None]) -> RankFailure:
+        """Print the failure that ended the job and those that followed, and return the first."""
+        return show_failures(self.console, failures, log_of)

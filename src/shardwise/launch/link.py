@@ -1,0 +1,201 @@
+"""The launcher's connection to the agent of one host.
+
+The launcher writes orders and pings to the agent's standard input, and reads messages from its standard output; what
+arrives on standard error are the words of ssh, srun or mpirun, or of a shell that found no Python. Both sides take a
+connection for lost when nothing arrives for ``SILENCE_S`` seconds.
+
+    offset = clock of the agent - (time of the ping + time of the pong) / 2        from the fastest of all pings
+
+The offset converts the times of failures to the launcher's clock; its error is at most half the time of that ping.
+
+Cost: two threads a host; a ping of 20 bytes twice a second.
+"""
+
+import base64
+import binascii
+import os
+import queue
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from typing import IO, Any, NamedTuple, Protocol
+
+from shardwise.base.words import printable
+from shardwise.launch.failure import RankFailure, of_plain
+from shardwise.launch.hosts import Host
+from shardwise.launch.messages import SILENCE_S, Message, decoded, encoded, lines, write_all
+
+_WORDS_LINES = 20
+"""Lines of the back end's own words that are kept."""
+_ORDER_S = 10.0
+"""Seconds for an agent to read an order."""
+
+
+class AgentProcess(Protocol):
+    """A started agent: its standard streams and its end. A ``subprocess.Popen`` is one."""
+
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while the agent or the program that reaches it runs."""
+
+    def kill(self) -> None:
+        """End the program that reaches the agent."""
+
+
+class HostEvent(NamedTuple):
+    """A message of one host, or the loss of its connection (the name ``"lost"``)."""
+
+    node: int
+    name: str
+    value: Any
+
+
+class _ClockOffset:
+    """The difference between an agent's monotonic clock and the launcher's."""
+
+    def __init__(self) -> None:
+        self.offset_s = 0.0
+        self._fastest_s = float("inf")
+
+    def learn(self, sent_s: float, theirs_s: float, received_s: float) -> None:
+        """Take one ping into account."""
+        if received_s - sent_s < self._fastest_s:
+            self._fastest_s = received_s - sent_s
+            self.offset_s = theirs_s - (sent_s + received_s) / 2
+
+
+class AgentLink:
+    """The connection to the agent of one host.
+
+    Args:
+        host: The host.
+        node: Number of the host in the job.
+        process: The started agent.
+        events: Queue for the host's messages.
+    """
+
+    def __init__(
+        self, host: Host, node: int, process: AgentProcess, events: "queue.Queue[HostEvent]"
+    ) -> None:
+        self.host, self.node = host, node
+        self.is_over = False
+        """True after the host's last message, or if the connection is lost."""
+        self.clock = _ClockOffset()
+        self._process, self._events = process, events
+        self._heard_s = time.monotonic()
+        self._is_showing = False
+        """True while output of the host waits for this launcher's own reader."""
+        self._has_said_hello = False
+        self._words: deque[str] = deque(maxlen=_WORDS_LINES)
+        assert process.stdin is not None, "agents are started with pipes"
+        self._to = process.stdin.fileno()
+        os.set_blocking(self._to, False)
+        self._threads = [
+            threading.Thread(target=target, name=f"agent-{node}-{target.__name__}", daemon=True)
+            for target in (self._read, self._hear_words)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # Orders --------------------------------------------------------------------------------------------------------
+
+    def send(self, message: Message) -> None:
+        """Send an order; a lost connection is reported as an event, by the reader."""
+        if not self.is_over:
+            write_all(self._to, encoded(message), _ORDER_S)
+
+    def ping(self) -> None:
+        """Send a ping, unless the agent has not read the earlier ones."""
+        if not self.is_over:
+            write_all(self._to, encoded({"ping": time.monotonic()}), 0.0)
+
+    def is_silent(self) -> bool:
+        """Return True if the host has said hello and nothing has arrived for ``SILENCE_S`` seconds."""
+        return (
+            self._has_said_hello
+            and not self.is_over
+            and not self._is_showing
+            and time.monotonic() > self._heard_s + SILENCE_S
+        )
+
+    # Messages ------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None, "agents are started with pipes"
+        for line in lines(self._process.stdout.fileno()):
+            if line is not None:
+                now_s = time.monotonic()
+                self._heard_s = now_s
+                message = decoded(line)
+                if message is None:
+                    self._words.append(line.decode(errors="replace"))
+                else:
+                    self._take(message, now_s)
+        if not self.is_over:
+            self._threads[1].join(1.0)  # the last words explain the end
+            self._events.put(HostEvent(self.node, "lost", self.words()))
+
+    def _take(self, message: Message, now_s: float) -> None:
+        match message:
+            case {"pong": [float(sent_s), float(theirs_s)]}:
+                self.clock.learn(sent_s, theirs_s, now_s)
+            case {"output": [1 | 2 as number, str(text)]}:
+                self._is_showing = True
+                self._show(number, text)
+                self._heard_s = time.monotonic()
+                self._is_showing = False
+            case _:
+                name, value = next(iter(message.items()))
+                self._has_said_hello = True
+                if name in ("ended", "refused"):
+                    self.is_over = True
+                self._events.put(HostEvent(self.node, name, value))
+
+    def _show(self, number: int, text: str) -> None:
+        try:
+            data = base64.b64decode(text, validate=True)
+            while data:
+                data = data[os.write(number, data) :]
+        except (OSError, binascii.Error):  # this launcher's reader is gone, as of `| head`
+            return
+
+    def _hear_words(self) -> None:
+        assert self._process.stderr is not None, "agents are started with pipes"
+        for line in self._process.stderr:
+            self._words.append(line.decode(errors="replace").rstrip())
+
+    def words(self) -> str:
+        """Return the last words of the back end's program, as one line."""
+        return printable("; ".join(word.strip() for word in self._words if word.strip()))
+
+    def failure(self, found: Message) -> RankFailure:
+        """Return a failure that the agent reported, with its host, and its time by the launcher's clock.
+
+        Raises:
+            ValueError: if a field has another type, or a number is out of range.
+            TypeError: if a field is unknown or missing.
+        """
+        failure = of_plain(found)
+        return replace(failure, host=self.host.name, time_s=failure.time_s - self.clock.offset_s)
+
+    # The end -------------------------------------------------------------------------------------------------------
+
+    def hang_up(self) -> None:
+        """Close the agent's standard input, which ends the agent and its ranks at once."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self.is_over = True
+
+    def kill(self) -> None:
+        """End the program that reaches the agent, if it still runs."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.poll()
+
+    def has_ended(self) -> bool:
+        """Return True if the program that reaches the agent has ended."""
+        return self._process.poll() is not None
