@@ -10,7 +10,7 @@ import pytest
 
 import shardwise.launch.output as module
 from shardwise.base.errors import ConfigError
-from shardwise.launch.output import JobOutput, _PipeTarget
+from shardwise.launch.output import JobOutput, PipeTarget
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def shown(tmp_path: Path) -> Callable[..., str]:
     def show(*chunks: bytes) -> str:
         path = tmp_path / "out"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        target = _PipeTarget(descriptor, b"> ")
+        target = PipeTarget(descriptor, b"> ")
         for chunk in chunks:
             target.take(chunk)
         target.take(b"")

@@ -1,6 +1,6 @@
 """``shardwise launch --ranks N script.py ...``: any script, on several ranks of this host or of several hosts.
 
-The command also accepts the options of DeepSpeed's launcher by their own names, with underscores. ``shardwise train`` has
+The command also accepts the options of DeepSpeed's launcher by their own names, with underscores. ``train`` has
 the same options of hosts. What they mean is in ``launch/starting.py``.
 """
 

@@ -13,6 +13,7 @@ Cost: two threads a host; a ping of 20 bytes twice a second.
 
 import base64
 import binascii
+import contextlib
 import os
 import queue
 import threading
@@ -25,9 +26,11 @@ from shardwise.base.words import printable
 from shardwise.launch.failure import RankFailure, of_plain
 from shardwise.launch.hosts import Host
 from shardwise.launch.messages import SILENCE_S, Message, decoded, encoded, lines, write_all
+from shardwise.launch.output import PipeTarget
 
 _WORDS_LINES = 20
 """Lines of the back end's own words that are kept."""
+_LAST_S = 1.0
 _ORDER_S = 10.0
 """Seconds for an agent to read an order."""
 
@@ -91,15 +94,15 @@ class AgentLink:
         """True while output of the host waits for this launcher's own reader."""
         self._has_said_hello = False
         self._words: deque[str] = deque(maxlen=_WORDS_LINES)
+        # Whole lines, because the output of several hosts is mixed.
+        self._shown = {number: PipeTarget(number, b"") for number in (1, 2)}
         assert process.stdin is not None, "agents are started with pipes"
         self._to = process.stdin.fileno()
         os.set_blocking(self._to, False)
-        self._threads = [
-            threading.Thread(target=target, name=f"agent-{node}-{target.__name__}", daemon=True)
-            for target in (self._read, self._hear_words)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._hearing = threading.Thread(target=self._hear_words, name=f"agent-{node}-words", daemon=True)
+        self._hearing.start()
+        self._reading = threading.Thread(target=self._read, name=f"agent-{node}-messages", daemon=True)
+        self._reading.start()
 
     # Orders --------------------------------------------------------------------------------------------------------
 
@@ -135,8 +138,10 @@ class AgentLink:
                     self._words.append(line.decode(errors="replace"))
                 else:
                     self._take(message, now_s)
+        for target in self._shown.values():
+            target.take(b"")
         if not self.is_over:
-            self._threads[1].join(1.0)  # the last words explain the end
+            self._hearing.join(1.0)  # the last words explain the end
             self._events.put(HostEvent(self.node, "lost", self.words()))
 
     def _take(self, message: Message, now_s: float) -> None:
@@ -145,7 +150,8 @@ class AgentLink:
                 self.clock.learn(sent_s, theirs_s, now_s)
             case {"output": [1 | 2 as number, str(text)]}:
                 self._is_showing = True
-                self._show(number, text)
+                with contextlib.suppress(binascii.Error):
+                    self._shown[number].take(base64.b64decode(text, validate=True))
                 self._heard_s = time.monotonic()
                 self._is_showing = False
             case _:
@@ -154,14 +160,6 @@ class AgentLink:
                 if name in ("ended", "refused"):
                     self.is_over = True
                 self._events.put(HostEvent(self.node, name, value))
-
-    def _show(self, number: int, text: str) -> None:
-        try:
-            data = base64.b64decode(text, validate=True)
-            while data:
-                data = data[os.write(number, data) :]
-        except (OSError, binascii.Error):  # this launcher's reader is gone, as of `| head`
-            return
 
     def _hear_words(self) -> None:
         assert self._process.stderr is not None, "agents are started with pipes"
@@ -195,6 +193,7 @@ class AgentLink:
         if self._process.poll() is None:
             self._process.kill()
             self._process.poll()
+        self._reading.join(_LAST_S)  # the last output of the ranks
 
     def has_ended(self) -> bool:
         """Return True if the program that reaches the agent has ended."""

@@ -93,6 +93,12 @@ class StopSignals:
         self.end_within_s: float | None = None
         """Seconds between SIGTERM and SIGKILL, once the job has to end at once; None before that."""
 
+    def grace_s(self, usual_s: float) -> float:
+        """Return the seconds between SIGTERM and SIGKILL; ``usual_s`` if nobody has asked for a faster end."""
+        if len(self.received) > 1:
+            return 0.0
+        return usual_s if self.end_within_s is None else self.end_within_s
+
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Collect the signals inside the ``with`` block instead of ending; does nothing outside the main thread."""
@@ -333,10 +339,10 @@ def run(
     here = HostRanks(ranks, ranks) if isinstance(ranks, int) else ranks
     check_ranks(here.local)
     check_script(program)
-    console = console or lasting_console(stderr=True)
-    channel = channel or JobChannel(StopSignals(), report.JobReporter(console))
+    if channel is None:
+        channel = JobChannel(StopSignals(), report.JobReporter(console or lasting_console(stderr=True)))
     requests, reporter = channel.requests, channel.reporter
-    _warn_of_few_cores(console, here.local)
+    _warn_of_few_cores(reporter, here.local)
     _flush_output()
     output = JobOutput(None if logs is None else Path(logs), here.first if channel.has_terminal else None)
     folder = tempfile.mkdtemp(prefix="shardwise_")  # readable only by this user
@@ -359,8 +365,7 @@ def run(
             grace_s = 0
             raise
         finally:
-            ordered_s = grace_s if requests.end_within_s is None else requests.end_within_s
-            watch.stop(0 if len(requests.received) > 1 else ordered_s)
+            watch.stop(requests.grace_s(grace_s))
         return code
 
 
@@ -377,11 +382,12 @@ def _flush_output() -> None:
             sys.stdout.flush()
 
 
-def _warn_of_few_cores(console: Console, ranks: int) -> None:
+def _warn_of_few_cores(reporter: report.JobReporter, ranks: int) -> None:
     """Print a warning if this host has fewer cores than ranks."""
     if ranks > cores():
-        text = f"warning: {ranks} ranks share {cores()} cores: expect them to wait for one another"
-        console.print(text, style="yellow", highlight=False, soft_wrap=True)
+        reporter.say(
+            f"warning: {ranks} ranks share {cores()} cores: expect them to wait for one another", "yellow"
+        )
 
 
 def _job_of(

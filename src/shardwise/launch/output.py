@@ -42,7 +42,7 @@ def _write_all(descriptor: int, chunk: bytes) -> bool:
     return True
 
 
-class _PipeTarget:
+class PipeTarget:
     """The destination of a pipe's bytes, which gets whole lines if two sources are mixed.
 
     ``tag`` begins each line. A carriage return ends a line too, because bars of progress use nothing else. A line of
@@ -133,7 +133,7 @@ class JobOutput:
                 yield RankStreams(None, None)
             elif log is None:
                 tag = f"[rank {rank}] ".encode()
-                opened += [self._copy([_PipeTarget(1, tag)]), self._copy([_PipeTarget(2, tag)])]
+                opened += [self._copy([PipeTarget(1, tag)]), self._copy([PipeTarget(2, tag)])]
                 yield RankStreams(*opened)
             else:
                 file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -142,15 +142,15 @@ class JobOutput:
                     yield RankStreams(file, file)
                 else:
                     self._ours.append(file)
-                    stdout = None if os.isatty(1) else self._copy([_PipeTarget(1), _PipeTarget(file, b"")])
-                    stderr = self._copy([_PipeTarget(2), _PipeTarget(file, b"")])
+                    stdout = None if os.isatty(1) else self._copy([PipeTarget(1), PipeTarget(file, b"")])
+                    stderr = self._copy([PipeTarget(2), PipeTarget(file, b"")])
                     opened += [d for d in (stdout, stderr) if d is not None]
                     yield RankStreams(stdout, stderr)
         finally:
             for descriptor in opened:
                 os.close(descriptor)
 
-    def _copy(self, targets: list[_PipeTarget]) -> int:
+    def _copy(self, targets: list[PipeTarget]) -> int:
         """Start a thread that copies a new pipe to ``targets``, and return the pipe's end for the rank."""
         source, sink = os.pipe()
 

@@ -1,0 +1,301 @@
+"""Jobs over real ssh servers, one in each of two network namespaces: ``make soak``, as root, with openssh-server."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.namespaces import NamespaceHost, namespaces
+
+from shardwise.launch.processes import of_job
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+
+TRAIN = """
+import sys
+import torch
+from torch import nn
+
+import shardwise
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+engine = shardwise.initialize(
+    model,
+    {"zero": {"stage": int(sys.argv[1])}, "optimizer": {"lr": 0.01}},
+    loss=lambda model, batch: ((model(batch) - batch.sum(1, keepdim=True)) ** 2).mean(),
+)
+draws = torch.Generator().manual_seed(engine.dp_index)
+for _ in range(3):
+    engine.backward(engine(torch.randn(4, 8, generator=draws, dtype=torch.float64)))
+    engine.print("loss", repr(engine.step().loss))
+engine.close()
+"""
+PROGRAM = """
+import json, os, signal, sys, time
+from pathlib import Path
+rank, here = int(os.environ["RANK"]), Path(__file__).parent
+(here / f"job.{os.environ['SHARDWISE_JOB']}").touch()
+(here / f"rank.{rank}").write_text(str(os.getpid()))
+while len(list(here.glob("rank.*"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
+"""
+
+
+@dataclass
+class SshCluster:
+    """Two hosts with an ssh server each, and a folder with the configuration that reaches them."""
+
+    hosts: list[NamespaceHost]
+    folder: Path
+    servers: list["subprocess.Popen[bytes]"]
+
+    def command(self, *words: str, hosts: str = "hosts") -> list[str]:
+        """A launch from the first host, by names that nothing but ssh's configuration knows."""
+        return [
+            *self.hosts[0].command(
+                sys.executable, "-m", "shardwise", "launch", "-H", str(self.folder / hosts)
+            ),
+            *("--launcher_args", f"-F {self.folder / 'config'}"),
+            *words,
+        ]
+
+    def run(self, text: str, *words: str, code: int = 0, hosts: str = "hosts") -> str:
+        command = self.command(self.program(text), *words, hosts=hosts)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=self.folder)
+        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+        return done.stdout + done.stderr
+
+    def start(self, text: str, *words: str) -> "subprocess.Popen[str]":
+        """Start a program and return when all of its ranks run."""
+        pipe = subprocess.PIPE
+        started = subprocess.Popen(
+            self.command(self.program(text), *words), stdout=pipe, stderr=pipe, text=True, cwd=self.folder
+        )
+        end = time.monotonic() + 60
+        while len(list(self.folder.glob("rank.*"))) < 4:
+            assert started.poll() is None and time.monotonic() < end, started.communicate()
+            time.sleep(0.02)
+        return started
+
+    def program(self, text: str) -> str:
+        for path in (*self.folder.glob("job.*"), *self.folder.glob("rank.*")):
+            path.unlink()
+        path = self.folder / "program.py"
+        path.write_text(text)
+        return str(path)
+
+    def left_over(self) -> list[int]:
+        """Processes of the program's jobs on any host: namespaces of this machine share the list of processes."""
+        words = [path.name.removeprefix("job.") for path in self.folder.glob("job.*")]
+        assert len(words) == 2, "one job's word a host"
+        return [pid for word in words for pid in of_job(word)]
+
+    def wait_until_gone(self, seconds: float) -> float:
+        since = time.monotonic()
+        while self.left_over():
+            assert time.monotonic() < since + seconds, self.left_over()
+            time.sleep(0.02)
+        return time.monotonic() - since
+
+
+CONFIG = """
+Host gpu1 gpu2 gpu9
+    User root
+    Port 2222
+    IdentityFile {folder}/key
+    IdentitiesOnly yes
+    UserKnownHostsFile /dev/null
+    StrictHostKeyChecking no
+    LogLevel ERROR
+Host gpu1
+    HostName {one}
+Host gpu2
+    HostName {two}
+Host gpu9
+    HostName 10.213.7.99
+"""
+SERVER = """
+Port 2222
+ListenAddress {address}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+UsePAM no
+StrictModes no
+PermitRootLogin yes
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshCluster]:
+    if shutil.which("sshd", path="/usr/sbin:/usr/bin") is None or shutil.which("ssh") is None:
+        pytest.skip("needs Debian's openssh-server and openssh-client")
+    folder = tmp_path_factory.mktemp("ssh")
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for name in ("key", "host_key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+    with namespaces(2) as hosts:
+        (folder / "hosts").write_text("gpu1 slots=2\ngpu2 slots=2\n")
+        (folder / "config").write_text(
+            CONFIG.format(folder=folder, one=hosts[0].address, two=hosts[1].address)
+        )
+        servers = []
+        for host in hosts:
+            path = folder / f"sshd{host.number}"
+            path.write_text(SERVER.format(folder=folder, address=host.address))
+            servers.append(
+                host.start("/usr/sbin/sshd", "-D", "-e", "-f", str(path), stderr=subprocess.DEVNULL)
+            )
+        try:
+            for server in servers:
+                assert server.poll() is None
+            time.sleep(0.5)
+            yield SshCluster(hosts, folder, servers)
+        finally:
+            for server in servers:
+                server.terminate()
+                server.wait()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_hosts_train_as_one_process_group(cluster: SshCluster, stage: int) -> None:
+    said = cluster.run(TRAIN, str(stage))
+    words = [
+        sys.executable,
+        "-m",
+        "shardwise",
+        "launch",
+        "-n",
+        "4",
+        str(cluster.folder / "program.py"),
+        str(stage),
+    ]
+    alone = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    here, one = (
+        [float(line.split()[1]) for line in text.splitlines() if line.startswith("loss ")]
+        for text in (said, alone.stdout)
+    )
+    assert len(one) == 3 and here == pytest.approx(one, rel=1e-12), said
+
+
+HOSTILE = [
+    "",
+    " ",
+    "a b",
+    "'",
+    '"',
+    "''",
+    '"a"',
+    "\\",
+    "a\\",
+    ";",
+    "; touch BAD",
+    "$(touch BAD)",
+    "`touch BAD`",
+]
+HOSTILE += [
+    "a\nb",
+    "\n",
+    "\r\n",
+    "\t",
+    "$HOME",
+    "${HOME}",
+    "*",
+    "?",
+    "~",
+    "#",
+    "&",
+    "&& touch BAD",
+    "| touch BAD",
+]
+HOSTILE += [
+    "> BAD",
+    "< BAD",
+    "!",
+    "!!",
+    "%s",
+    "--ranks",
+    "-n",
+    "--",
+    "-",
+    "=",
+    "a=b",
+    "é",
+    "日本",
+    "\u2028",
+    "\x7f",
+]
+HOSTILE += [chr(code) for code in range(1, 32)] + ["\udcff", "x" * 5000]
+HOSTILE += [f"{a}{b}" for a in ("'", '"', "\\") for b in ("'", '"', "$(touch BAD)", ";", "\n", " ", "`")]
+
+
+def test_arguments_arrive_byte_for_byte(cluster: SshCluster) -> None:
+    text = PROGRAM + "(here / f'argv.{rank}').write_text(json.dumps(sys.argv[1:]))\n"
+    assert len(HOSTILE) >= 100 - 8
+    cluster.run(text, *HOSTILE)
+    for rank in range(4):
+        assert json.loads((cluster.folder / f"argv.{rank}").read_text()) == HOSTILE
+    assert not list(cluster.folder.rglob("BAD")) and not (Path.home() / "BAD").exists()
+
+
+@pytest.mark.parametrize("kind", ["raised", "killed", "exited"])
+def test_the_first_failure_of_another_host_is_shown_first(cluster: SshCluster, kind: str) -> None:
+    fault = {
+        "raised": "raise ValueError('the cause')",
+        "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+        "exited": "os._exit(7)",
+    }[kind]
+    text = PROGRAM + f"if rank == 3:\n    time.sleep(0.2)\n    {fault}\ntime.sleep(60)\n"
+    since = time.monotonic()
+    said = cluster.run(text, code={"raised": 1, "killed": 137, "exited": 7}[kind])
+    assert time.monotonic() - since < 20
+    first = next(line for line in said.splitlines() if "failed" in line)
+    assert "rank 3 on gpu2 failed" in first
+    if kind == "raised":
+        assert "ValueError: the cause" in first and "Traceback" in said
+    assert cluster.wait_until_gone(1.0) < 1.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_rank_outlives_the_launcher(cluster: SshCluster, number: signal.Signals) -> None:
+    job = cluster.start(PROGRAM + "time.sleep(600)\n")
+    job.send_signal(number)
+    print(f"{number.name}: gone after {cluster.wait_until_gone(8.0):.2f} s")
+    job.communicate(timeout=20)
+
+
+def test_no_rank_outlives_its_ssh_session(cluster: SshCluster) -> None:
+    job = cluster.start(PROGRAM + "time.sleep(600)\n")
+    theirs = subprocess.run(["pgrep", "-P", str(cluster.servers[1].pid)], capture_output=True, text=True)
+    for pid in theirs.stdout.split():
+        os.kill(int(pid), signal.SIGKILL)
+    print(f"gone after {cluster.wait_until_gone(8.0):.2f} s")
+    assert "gpu2" in job.communicate(timeout=20)[1] and job.returncode == 1
+
+
+def test_no_rank_outlives_the_cable(cluster: SshCluster) -> None:
+    job = cluster.start(PROGRAM + "time.sleep(600)\n")
+    cluster.hosts[1].cut()
+    try:
+        print(f"gone after {cluster.wait_until_gone(8.0):.2f} s")
+        said = job.communicate(timeout=20)[1]
+        assert job.returncode == 1 and "the connection to gpu2 is lost" in said
+    finally:
+        cluster.hosts[1].ip("link", "set", cluster.hosts[1].interface, "up")
+
+
+def test_an_unreachable_host_is_named_with_the_words_of_ssh(cluster: SshCluster) -> None:
+    (cluster.folder / "wrong").write_text("gpu1 slots=2\ngpu9 slots=2\n")
+    since = time.monotonic()
+    said = cluster.run(PROGRAM, hosts="wrong", code=2)
+    print(f"{time.monotonic() - since:.1f} s: {said}")
+    assert "no agent answers on gpu9 by ssh: ssh: connect to host 10.213.7.99 port 2222: " in said
+    assert time.monotonic() - since < 10 and "Traceback" not in said
