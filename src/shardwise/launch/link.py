@@ -192,8 +192,14 @@ class AgentLink:
         """End the program that reaches the agent, if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
-            self._process.poll()
+            until_s = time.monotonic() + _LAST_S
+            while self._process.poll() is None and time.monotonic() < until_s:
+                time.sleep(0.01)
         self._reading.join(_LAST_S)  # the last output of the ranks
+        self._hearing.join(_LAST_S)
+        for thread, pipe in ((self._reading, self._process.stdout), (self._hearing, self._process.stderr)):
+            if pipe is not None and not thread.is_alive():
+                pipe.close()
 
     def has_ended(self) -> bool:
         """Return True if the program that reaches the agent has ended."""

@@ -30,8 +30,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from rich.console import Console
-
 import shardwise.launch.failure as failures
 import shardwise.launch.processes as ending
 import shardwise.launch.report as report
@@ -308,7 +306,6 @@ def run(
     ranks: int | HostRanks,
     logs: str | os.PathLike[str] | None = None,
     grace_s: float = GRACE_S,
-    console: Console | None = None,
     cores_of: Sequence[Sequence[int]] = (),
     exports: Mapping[str, str] | None = None,
     says: Callable[[Sequence[int]], None] | None = None,
@@ -322,12 +319,11 @@ def run(
         ranks: Number of ranks on this host, or this host's ranks of a larger job.
         logs: Folder for the ranks' logs; None: no logs.
         grace_s: Seconds between SIGTERM and SIGKILL.
-        console: Console for messages; None: standard error.
         cores_of: Cores that each rank binds itself to, by local rank.
         exports: More environment variables for every rank.
         says: Function that is called with the ranks' process numbers.
         as_deepspeed: Let ``import deepspeed`` in the ranks import Shardwise.
-        channel: Origin of orders and receiver of failures; None: signals, and the console.
+        channel: Origin of orders and receiver of failures; None: signals, and standard error.
 
     Returns:
         The exit code of the job.
@@ -339,8 +335,7 @@ def run(
     here = HostRanks(ranks, ranks) if isinstance(ranks, int) else ranks
     check_ranks(here.local)
     check_script(program)
-    if channel is None:
-        channel = JobChannel(StopSignals(), report.JobReporter(console or lasting_console(stderr=True)))
+    channel = channel or JobChannel(StopSignals(), report.JobReporter(lasting_console(stderr=True)))
     requests, reporter = channel.requests, channel.reporter
     _warn_of_few_cores(reporter, here.local)
     _flush_output()
@@ -360,13 +355,12 @@ def run(
             watch.spawn(program, store)
             if says is not None:
                 says([process.pid for process in watch.processes])
-            code = watch.run(requests)
+            return watch.run(requests)
         except BaseException:
             grace_s = 0
             raise
         finally:
             watch.stop(requests.grace_s(grace_s))
-        return code
 
 
 def check_script(program: RankProgram) -> None:
