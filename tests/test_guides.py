@@ -273,7 +273,7 @@ def test_the_layout_that_readme_verifies_is_equal_to_one_process(
 def run_blocks(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run all blocks of a page in `folder`, in this process and its forks, which have torch already."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("shardwise.launch.local.run", forked.run)
+    monkeypatch.setattr("shardwise.launch.starting.run", forked.run)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
