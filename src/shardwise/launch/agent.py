@@ -26,9 +26,10 @@ from pathlib import Path
 import shardwise
 from shardwise.base.errors import ConfigError, ShardwiseError
 from shardwise.base.words import in_words
+from shardwise.comm.rendezvous.address import interface_of, own_address
 from shardwise.launch.environment import SECRET
 from shardwise.launch.failure import RankFailure, exit_code, first, headline
-from shardwise.launch.hosts import cores_of_ranks, interface_of, own_address
+from shardwise.launch.hosts import cores_of_ranks
 from shardwise.launch.local import JobChannel, StopSignals, run
 from shardwise.launch.meeting import addresses_here
 from shardwise.launch.messages import PROTOCOL, SILENCE_S, AgentOrder, Message, decoded, encoded, lines
@@ -203,7 +204,7 @@ def _obey(order: AgentOrder, channel: AgentChannel) -> int:
         ) from None
     here = order.here
     if not here.is_one_host:
-        here = here._replace(interface=interface_of(own_address(here.address, here.port or 1)))
+        here = here._replace(interface=interface_of(own_address(here.address)))
     for name in [name for name in os.environ if name.startswith(_OF_THE_BACK_END)]:
         del os.environ[name]
     os.environ[SECRET] = order.secret

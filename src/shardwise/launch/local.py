@@ -35,6 +35,7 @@ import shardwise.launch.processes as ending
 import shardwise.launch.report as report
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.base.words import in_words, named_ranks, printable
+from shardwise.comm.rendezvous.address import family_of
 from shardwise.launch.as_deepspeed import names_of_deepspeed
 from shardwise.launch.environment import SECRET, LaunchJob, cores, is_in_job, of_rank
 from shardwise.launch.failure import RankFailure
@@ -343,7 +344,7 @@ def run(
     folder = tempfile.mkdtemp(prefix="shardwise_")  # readable only by this user
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        store = stack.enter_context(socket.socket(_family(here.address), socket.SOCK_STREAM))
+        store = stack.enter_context(socket.socket(family_of(here.address), socket.SOCK_STREAM))
         if here.first == 0:
             here = here._replace(port=_bind(store, here))
             reporter.listens_at(here.port)
@@ -397,11 +398,6 @@ def _job_of(
         inherited = exports.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
         exports |= names_of_deepspeed(folder, inherited)
     return LaunchJob(secrets.token_hex(16), here, folder, secret, cores_of, exports)
-
-
-def _family(address: str) -> socket.AddressFamily:
-    """Return the family of a numeric address; that of IPv4 for a name, which ``bind`` resolves."""
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _bind(store: socket.socket, here: HostRanks) -> int:

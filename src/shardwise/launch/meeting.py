@@ -10,54 +10,20 @@ All but the first are numeric, so that no rank depends on names of hosts.
 """
 
 import ipaddress
-import socket
-import struct
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.base.errors import ConfigError
+from shardwise.comm.rendezvous.address import is_local, is_numeric, own_addresses, resolved
 
-_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
-_IF_INET6 = Path("/proc/net/if_inet6")
-_GLOBAL_SCOPE = "00"
 Hello = Mapping[str, Any]
 """An agent's first message (``agent.py``)."""
 
 
 def addresses_here() -> list[str]:
     """Return the addresses of this host with their networks, such as ``10.0.0.1/24``, without those of loopback."""
-    if not sys.platform.startswith("linux"):
-        return []
-    found = [*_version_4(), *_version_6()]
-    return [text for text in found if not ipaddress.ip_interface(text).is_loopback]
-
-
-def _version_4() -> Iterator[str]:
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                texts = [
-                    socket.inet_ntoa(fcntl.ioctl(probe.fileno(), code, request)[20:24])
-                    for code in (_SIOCGIFADDR, _SIOCGIFNETMASK)
-                ]
-            except OSError:  # an interface without an address
-                continue
-            yield "/".join(texts)
-
-
-def _version_6() -> Iterator[str]:
-    try:
-        rows = [line.split() for line in _IF_INET6.read_text().splitlines()]
-    except OSError:  # a kernel without version 6
-        return
-    for digits, _, prefix, scope, *_ in rows:
-        if scope == _GLOBAL_SCOPE:
-            yield f"{ipaddress.IPv6Address(int(digits, 16))}/{int(prefix, 16)}"
+    found = [each for each in own_addresses() if "%" not in each.address and not is_local(each.address)]
+    return [f"{each.address}/{each.prefix}" for each in found if each.prefix]
 
 
 def meeting_address(hellos: Sequence[Hello], name: str, given: str | None) -> str:
@@ -83,24 +49,22 @@ def meeting_address(hellos: Sequence[Hello], name: str, given: str | None) -> st
     if shared is not None:
         return shared
     try:
-        resolved = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except (OSError, UnicodeError):
-        resolved = ""
-    if not resolved or _is_of_one_host(resolved):
+        found = [address for address in resolved(name) if not _is_of_one_host(address)]
+    except OSError:
+        found = []
+    if not found:
         raise ConfigError(
             f"launch: {name} has no address that the other hosts are known to reach; give --master_addr, its address "
             "in their network"
         )
-    return resolved
+    return found[0]
 
 
 def _is_of_one_host(address: str) -> bool:
-    """Return True for an address that another host cannot use: one of loopback or of one link."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
+    """Return True for an address that another host cannot use: one of loopback or of one link, or no address."""
+    if not is_numeric(address) or is_local(address):
         return True
-    return found.is_loopback or found.is_link_local or found.is_unspecified
+    return ipaddress.ip_address(address.partition("%")[0]).is_link_local
 
 
 Interface = ipaddress.IPv4Interface | ipaddress.IPv6Interface

@@ -42,6 +42,8 @@ class HostAddress(NamedTuple):
     interface: str
     address: str
     """Numeric, with the zone of an address that is valid on one link alone: fe80::1%eth0."""
+    prefix: int = 0
+    """Leading bits that all addresses of its network share; 0 if not known."""
 
     @property
     def version(self) -> int:
@@ -75,7 +77,7 @@ _InterfaceAddress._fields_ = (
     ("name", ctypes.c_char_p),
     ("flags", ctypes.c_uint),
     ("address", ctypes.POINTER(_SocketAddress)),
-    ("mask", ctypes.c_void_p),
+    ("mask", ctypes.POINTER(_SocketAddress)),
     ("broadcast", ctypes.c_void_p),
     ("data", ctypes.c_void_p),
 )
@@ -98,16 +100,22 @@ def own_addresses() -> list[HostAddress]:
             if row.address and row.flags & _IS_UP:
                 name = row.name.decode(errors="replace")
                 data = bytes(row.address.contents.data)
+                mask = bytes(row.mask.contents.data) if row.mask else b""
                 if row.address.contents.family == socket.AF_INET:
-                    found.append(HostAddress(name, socket.inet_ntop(socket.AF_INET, data[2:6])))
+                    text = socket.inet_ntop(socket.AF_INET, data[2:6])
+                    found.append(HostAddress(name, text, _ones(mask[2:6])))
                 elif row.address.contents.family == socket.AF_INET6:
                     text = socket.inet_ntop(socket.AF_INET6, data[6:22])
                     zone = f"%{name}" if ipaddress.ip_address(text).is_link_local else ""
-                    found.append(HostAddress(name, text + zone))
+                    found.append(HostAddress(name, text + zone, _ones(mask[6:22])))
             each = row.next
     finally:
         system.freeifaddrs(first)
     return found
+
+
+def _ones(mask: bytes) -> int:
+    return int.from_bytes(mask, "big").bit_count()
 
 
 def interface_of(address: str) -> str:
