@@ -1,8 +1,8 @@
 """The launcher without its cost: ranks that are forks of this process, which has torch and its compiler already.
 
 A rank that starts as a process of its own takes five seconds of a core for imports before its first line. Tests of
-what a command does put ``run`` in the place of ``shardwise.launch.starting.run``; how ranks start, are watched and end is
-shown by tests/launch, and by the runs of tests/cli and of tests/test_examples.py that start them for good.
+what a command does put ``run`` in the place of ``shardwise.launch.starting.run``; how ranks start, are watched and end
+is shown by tests/launch, and by the runs of tests/cli and of tests/test_examples.py that start them for good.
 """
 
 import os

@@ -35,7 +35,7 @@ PRESENT = [
 
 def test_the_addresses_of_this_host_are_found() -> None:
     found = own_addresses()
-    assert HostAddress("lo", "127.0.0.1") in found
+    assert HostAddress("lo", "127.0.0.1", 8) in found
     assert {each.interface for each in found} <= {name for _, name in socket.if_nameindex()}
 
 
