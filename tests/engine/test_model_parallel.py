@@ -54,6 +54,8 @@ class Layout(NamedTuple):
     """Method of context parallelism."""
     ulysses: int = 0
     """Ranks that exchange heads; 0: as the method has it."""
+    seconds: str = ""
+    """File by which "measured" stages are cut."""
 
     @property
     def size(self) -> int:
@@ -135,6 +137,7 @@ def config_of(layout: Layout, check: str = "auto") -> dict[str, Any]:
             "schedule": layout.schedule,
             "virtual_stages": layout.virtual_stages,
             "partition": layout.partition,
+            **({"seconds": layout.seconds} if layout.seconds else {}),
         },
         "context": {"method": layout.context, "ulysses": layout.ulysses or None},
         "recompute": layout.recompute,

@@ -426,6 +426,15 @@ CHANGES = (
     ),
     _row(
         Phase.PASS,
+        "block seconds",
+        "under `pipeline.partition: measured`, hooks on the blocks mark their passes in the second step",
+        "behind the hooks of Units: gathers are not the time of a block",
+        "engine/step/measured_step.py",
+        Undone.AT_ONCE,
+        Effect.HOOK,
+    ),
+    _row(
+        Phase.PASS,
         "random numbers",
         "under pp, hooks give parts that only one stage runs random numbers of their own",
         "in front of all hooks of the parts, which may draw",

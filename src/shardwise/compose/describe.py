@@ -30,6 +30,7 @@ from shardwise.parallel.embedding.collection import collections_of
 from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.expert.experts import dropouts_in
 from shardwise.parallel.expert.stacks import ExpertStack, find_stacks, refuse_own_balance, refuse_unknown
+from shardwise.parallel.pipeline.block_seconds import read_seconds
 from shardwise.parallel.pipeline.blocks import blocks_around, find_blocks, positions, weigh
 from shardwise.parallel.pipeline.layers import Layers, class_name
 from shardwise.parallel.pipeline.policy import PipelinePolicy
@@ -287,14 +288,17 @@ def blocks_of(
         sizes: Elements of the parameters that are not whole, by ``id``.
 
     Raises:
-        PlanError: if there are no blocks, or ``pipeline.partition`` names modules that do not exist.
+        PlanError: if there are no blocks, if ``pipeline.partition`` names modules that do not exist, or if the file
+            ``pipeline.seconds`` holds the seconds of other blocks.
+        ConfigError: if that file cannot be read.
     """
     how = policy.partition
     names = find_blocks(model, uses, sizes) if isinstance(how, str) else how
     blocks = blocks_around(model, names)
     weights, front, back = weigh(model, blocks, uses, sizes)
     classes = tuple(class_name(model.get_submodule(name)) for name in blocks)
-    return StageBlocks(blocks, tuple(weights), front, back, positions(model, blocks, uses), classes)
+    seconds = None if policy.seconds is None else read_seconds(policy.seconds, blocks)
+    return StageBlocks(blocks, tuple(weights), front, back, positions(model, blocks, uses), classes, seconds)
 
 
 def _tables(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -198,6 +198,7 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0
     )
     notes = (
         *_notes(spec, mesh, policies),
+        *_notes_of_partition(spec, mesh, policies.pipeline),
         *why,
         *_notes_of_hosts(classes.values()),
         *_notes_of_later(spec, classes),
@@ -575,6 +576,18 @@ def _notes_of_hosts(classes: Iterable[RankClass]) -> Iterator[str]:
         yield (
             f"zero.exchange: {way} sums gradients along {axis!r} over {hosts} hosts; {bytes_text(nbytes)} leave a host "
             "for each sum of all Units"
+        )
+
+
+def _notes_of_partition(spec: ModelSpec, mesh: Mesh, policy: PipelinePolicy) -> Iterator[str]:
+    """Yield what stages are cut by, if measured seconds are asked for."""
+    if mesh.pp > 1 and policy.partition == "measured" and spec.blocks is not None:
+        found = spec.blocks.seconds is not None
+        yield (
+            f"pipeline.partition: measured: stages are cut by the seconds in {policy.seconds}"
+            if found
+            else f"pipeline.partition: measured: there is no {policy.seconds} yet, so stages are cut by parameters; "
+            "the second step is measured and written there, and the next run cuts by it"
         )
 
 

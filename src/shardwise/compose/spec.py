@@ -17,6 +17,7 @@ import torch
 
 from shardwise.base.errors import PlanError
 from shardwise.parallel.context.choice import AttentionLayer
+from shardwise.parallel.pipeline.block_seconds import BlockSeconds
 from shardwise.parallel.pipeline.partition import partition
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.plan.mesh import DENSE, EXPERT, StateAxes
@@ -63,6 +64,8 @@ class StageBlocks(NamedTuple):
     """
     classes: tuple[str, ...] = ()
     """Class names of the blocks; the function's own name for a plain function in a list."""
+    seconds: BlockSeconds | None = None
+    """Measured seconds of the blocks, if ``pipeline.partition`` is "measured" and an earlier run has measured them."""
 
     def starts(self, policy: PipelinePolicy, ranks: int) -> tuple[str, ...]:
         """Return the names of the blocks that begin each stage but the first, over ``ranks`` on "pp".
@@ -72,7 +75,15 @@ class StageBlocks(NamedTuple):
         """
         stages = ranks * policy.stages_per_rank
         return partition(
-            policy.partition, self.names, self.weights, stages, self.front, self.back, self.classes
+            policy.partition,
+            self.names,
+            self.weights,
+            stages,
+            self.front,
+            self.back,
+            self.classes,
+            seconds=self.seconds,
+            folded=policy.folded,
         )
 
 

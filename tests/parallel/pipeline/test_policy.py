@@ -24,6 +24,9 @@ def test_defaults_and_names_from_yaml() -> None:
         ({"partition": "type:("}, "no regular expression of class names"),
         ({"partition": ["blocks.1", "blocks.1"]}, "'blocks.1' begins two stages"),
         ({"partition": []}, "names no block"),
+        ({"partition": "measured"}, "partition: measured and seconds belong together.*blocks.json"),
+        ({"seconds": "blocks.json"}, "partition is 'parameters' and seconds is 'blocks.json'"),
+        ({"partition": "mesured"}, "did you mean 'measured'"),
         ({"stages": 2}, "unknown key 'stages'"),
     ],
 )

@@ -13,6 +13,7 @@ A model on ``meta`` gets its weights shard by shard: from ``initial`` rules (or 
 everywhere.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -72,6 +73,7 @@ from shardwise.kernels.initializers import Initializer
 from shardwise.memory.device_clock import clock_of
 from shardwise.memory.leftovers import LEFTOVERS
 from shardwise.observe.memory import apart_from_the_heap, give_back_free
+from shardwise.parallel.pipeline.block_seconds import content_of
 from shardwise.parallel.pipeline.layers import Layers
 from shardwise.parallel.zero.views import absent
 from shardwise.passes.absent import withhold
@@ -217,6 +219,8 @@ def _check_settings_agree(world: World, policies: RunConfig, given: _InitializeA
         elementwise=given.elementwise,
         initial=sorted(given.initial or ()),
     )
+    if (path := policies.pipeline.seconds) is not None:
+        stated = {**stated, f"the content of pipeline.seconds {path}": json.dumps(content_of(path))}
     unlike = differing_settings(world, stated, policies.comm.limit_s)
     if unlike:
         raise ConfigError(

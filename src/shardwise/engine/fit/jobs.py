@@ -162,7 +162,9 @@ class JobShelf:
         recomputed = chosen(facts.blocks, settings.recompute)
         wanted = blocks_by_stage(facts.spec, facts.starts, recomputed)
         if wanted is not None:
-            pipeline = PipelinePolicy(partition=settings.pipeline.partition)
+            pipeline = PipelinePolicy(
+                partition=settings.pipeline.partition, seconds=settings.pipeline.seconds
+            )
             try:
                 starts = facts.spec.stage_starts(pipeline, MEASURED_STAGES)
             except ShardwiseError:
@@ -218,7 +220,9 @@ class JobShelf:
                 "zero": zero.model_copy(update={key: getattr(default, key) for key in kept}),
                 "offload": OffloadPolicy(state=settings.offload.state),
                 "pipeline": PipelinePolicy(
-                    partition=settings.pipeline.partition, shapes=settings.pipeline.shapes
+                    partition=settings.pipeline.partition,
+                    seconds=settings.pipeline.seconds,
+                    shapes=settings.pipeline.shapes,
                 ),
                 "batch": BatchPolicy(),
                 "recompute": RecomputePolicy(),

@@ -25,6 +25,7 @@ from shardwise.engine.parts.pass_context import rows_of
 from shardwise.engine.parts.sums import Number, filled_like, number_of
 from shardwise.engine.parts.weighing import MicrobatchWeights
 from shardwise.engine.step.check import FirstStepCheck
+from shardwise.engine.step.measured_step import MeasuredStep
 from shardwise.engine.step.nonfinite import NonFiniteProbe
 from shardwise.observe.schedule_picture import draw_text
 from shardwise.parallel.pipeline.executor import ScheduleExecutor
@@ -42,9 +43,6 @@ from shardwise.plan.timeline import Span, Timeline
 
 _KINDS = tuple(Kind)
 _LANES: tuple[Lane, ...] = get_args(Lane)
-_PASSES = (Kind.F, Kind.I, Kind.W)
-_MEASURED_STEP = 2
-"""The step of an engine whose seconds make the schedule: the first one takes longer, because it allocates memory."""
 _CHUNK = 8
 """Batches of an evaluation in one walk, per rank: at most 1/9 of the walk is idle while it fills and drains."""
 
@@ -64,8 +62,8 @@ class PipelineRunner:
         self._stages = {stage.index: stage for stage in parts.stages}
         self._is_list = isinstance(parts.model, Layers) and loss is None
         """True if ranks may pass parts of batches."""
-        self._steps_to_measure = _MEASURED_STEP if policy.schedule == "zb_greedy" else 0
-        """Steps up to the one whose seconds make the schedule; 0: none is measured."""
+        self.measured = MeasuredStep(parts, policy)
+        """Seconds of the second step."""
         self._rows: list[int] | None = None
         """Samples of the running step's microbatches, if ranks pass parts of batches."""
 
@@ -122,7 +120,7 @@ class PipelineRunner:
             self._parts, step, batches, self._loss_of, weigh, actions, self.stages - 1, self._rows
         )
         likes = self._likes(batches, "train") if is_whole else ()
-        with self._parts.passes.replay.draws.walk(step, trains=True):
+        with self._parts.passes.replay.draws.walk(step, trains=True), self.measured.passes():
             results = self.schedule.run(self._parts.walker, runner, likes=likes)
         for i, weight in enumerate(each):
             if i:
@@ -131,33 +129,6 @@ class PipelineRunner:
         if check is not None:
             check.counted([*map(float, each)], [float(accumulation.scale_of(weight)) for weight in each])
         return is_whole
-
-    def follow_seconds(self) -> None:
-        """Make the schedule from the seconds of the step that ends, if this step was to be measured. Collective.
-
-        Every rank computes the schedule from the same numbers: the mean seconds over the ranks that hold a stage.
-        """
-        if not self._steps_to_measure:
-            return
-        self._steps_to_measure -= 1
-        if self._steps_to_measure:
-            return
-        parts = self._parts
-        spans = parts.walker.trace.spans(self._group.index)
-        own = torch.zeros(len(_PASSES), self.stages, dtype=torch.float64)
-        for (kind, stage), seconds in Timeline.of(spans).typical_pass_s().items():
-            own[_PASSES.index(Kind.I if kind is Kind.B else kind), stage] = seconds
-        world = parts.groups["world"]
-        every = torch.zeros(world.size, *own.shape, dtype=torch.float64)
-        world.all_gather(every.view(-1), own.view(-1), "the seconds of passes", purpose="control").wait()
-        mean = (every.sum(0) / (every > 0).sum(0).clamp(min=1)).tolist()
-        parts.program.adopt_seconds(
-            {
-                (kind, stage): row[stage]
-                for kind, row in zip(_PASSES, mean, strict=True)
-                for stage in range(self.stages)
-            }
-        )
 
     def _meet(self, batches: Sequence[Any], each: list[Number]) -> bool:
         """Exchange the samples that the first stage reads and the weights that the last stage counts.

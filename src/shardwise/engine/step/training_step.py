@@ -314,7 +314,7 @@ class TrainingStep:
         if totals.orders_agree:
             parts.program.adopt_order()
         if self._pipeline is not None:
-            self._pipeline.follow_seconds()
+            self._pipeline.measured.follow()
         self.stop.seen = totals.flags > 0
         fields: dict[str, Any] = {}
         for follower in parts.followers:

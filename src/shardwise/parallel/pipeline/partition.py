@@ -4,6 +4,7 @@
                  middle have one more, because the first and the last also hold the modules around the blocks
     parameters   max over stages of (parameters of its blocks [+ front] [+ back]) is least; among such cuts the sum of
                  squares is least
+    measured     as "parameters", with measured seconds in the place of parameters
     type:REGEX   as "parameters", where every block counts 1 whose class name contains the expression, in any case, and
                  other blocks count 0
     names        as given
@@ -11,16 +12,29 @@
 The least maximum is found by bisection over a greedy cut; the sum of squares by dynamic programming over the cuts that
 do not exceed that maximum.
 
-Cost: O(L²) for L blocks.
+In a V each rank has a stage of the first half and one of the second, so "parameters", "measured" and ``type:REGEX``
+balance the two together: the maximum over ranks of what their pair holds is least. Rank 0's pair contains what is in
+front of the blocks and what is behind them. Ranks get their pairs from the outside in: a rank takes blocks from both
+ends of what is left, as near to an equal share of the rest as the maximum allows, and its two stages as alike as that
+leaves them. The search returns to a rank's next choice if the rest cannot be distributed, and notes each rest that
+cannot. A maximum for which it has found nothing after some thousand rests counts as too small, so that the cut of many
+blocks may exceed the least maximum if one of them is much heavier than the others.
+
+Cost: O(L²) for L blocks; in a V O((L/p)²) for each rest that is looked at, over p ranks.
 """
 
 import itertools
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from shardwise.base.errors import PlanError
 from shardwise.base.policy import nearest
+from shardwise.parallel.pipeline.block_seconds import BlockSeconds
 from shardwise.parallel.pipeline.policy import OF_TYPE
+
+_MOST_RESTS = 5000
+"""Most rests that the search for a V looks at for one maximum."""
 
 
 def partition(
@@ -31,17 +45,22 @@ def partition(
     front: int = 0,
     back: int = 0,
     classes: Sequence[str] = (),
+    *,
+    seconds: BlockSeconds | None = None,
+    folded: bool = False,
 ) -> tuple[str, ...]:
     """Return the names of the blocks that begin each stage but the first.
 
     Args:
-        how: "uniform", "parameters", ``type:REGEX``, or the names themselves.
+        how: "uniform", "parameters", "measured", ``type:REGEX``, or the names themselves.
         blocks: Names of all blocks, in order.
         weights: Number of parameters of each block.
         stages: Number of stages.
         front: Number of parameters of the modules before the blocks.
         back: Number of parameters of the modules behind the blocks.
         classes: Class names of the blocks.
+        seconds: Measured seconds, for "measured"; None: they are not known yet, and parameters count.
+        folded: True if the stages lie on their ranks in a V, two on each.
 
     Returns:
         ``stages - 1`` names.
@@ -62,13 +81,15 @@ def partition(
         places = _by_name(how, blocks, stages)
     elif how == "uniform":
         places = _uniform(len(blocks), stages)
-    elif how == "parameters":
-        places = _by_weight(weights, stages, front, back)
+    elif how == "measured" and seconds is not None:
+        places = _by_weight(*seconds.loads(blocks), stages, folded)
+    elif how in ("parameters", "measured"):
+        places = _by_weight(weights, front, back, stages, folded)
     elif how.startswith(OF_TYPE):
-        places = _by_weight(_matching(how, classes, stages), stages, 0, 0)
+        places = _by_weight(_matching(how, classes, stages), 0, 0, stages, folded)
     else:
         raise PlanError(
-            f"pipeline.partition: {how!r} is no way to cut{nearest(how, ['uniform', 'parameters'])}"
+            f"pipeline.partition: {how!r} is no way to cut{nearest(how, ['uniform', 'parameters', 'measured'])}"
         )
     bounds = [0, *places, len(blocks)]
     for stage, (first, stop) in enumerate(itertools.pairwise(bounds)):
@@ -124,11 +145,16 @@ def _by_name(names: Sequence[str], blocks: Sequence[str], stages: int) -> list[i
     return places
 
 
-def _by_weight(weights: Sequence[int], stages: int, front: int, back: int) -> list[int]:
-    """Return the indices where stages begin: least maximum, then least sum of squares."""
+def _by_weight(weights: Sequence[int], front: int, back: int, stages: int, folded: bool) -> list[int]:
+    """Return the indices where stages begin, in a V for the pairs of the ranks."""
     loads = list(weights)
     loads[0] += front
     loads[-1] += back
+    return _folded(loads, stages // 2) if folded else _in_row(loads, stages)
+
+
+def _in_row(loads: Sequence[int], stages: int) -> list[int]:
+    """Return the indices where stages begin: least maximum, then least sum of squares."""
     total = [0, *itertools.accumulate(loads)]
     low, high = max(max(loads), -(-total[-1] // stages)), total[-1]
     while low < high:
@@ -155,6 +181,89 @@ def _by_weight(weights: Sequence[int], stages: int, front: int, back: int) -> li
         stop = begin[stop]
         places.append(stop)
     return places[::-1][1:]
+
+
+def _folded(loads: Sequence[int], ranks: int) -> list[int]:
+    """Return the indices where stages in a V begin: least maximum over ranks of what their two stages hold."""
+    total = [0, *itertools.accumulate(loads)]
+    low = most = max(max(loads) + min(loads), -(-total[-1] // ranks))  # a rank has two blocks at least
+    step = max(1, low // 64)
+    while (found := _Pairs(total, ranks, most).cut()) is None:
+        low, most, step = most + 1, most + step, 2 * step
+    while low < most:
+        middle = (low + most) // 2
+        fewer = _Pairs(total, ranks, middle).cut()
+        if fewer is None:
+            low = middle + 1
+        else:
+            found, most = fewer, middle
+    return found
+
+
+class _Pairs:
+    """The search for pairs of stages none of which holds more than ``most``, from the outside in.
+
+    Args:
+        total: What the first blocks hold together, by their number.
+        ranks: Number of pairs.
+        most: Most that a pair may hold.
+    """
+
+    def __init__(self, total: Sequence[int], ranks: int, most: int):
+        self._total = total
+        self._ranks = ranks
+        self._most = most
+        self._left = _MOST_RESTS
+        """Rests that may still be looked at."""
+        self._failed: set[tuple[int, int, int]] = set()
+        """Rests that cannot be distributed: rank, first block, and the number of the block behind the last."""
+
+    def cut(self) -> list[int] | None:
+        """Return the indices where stages begin, or None if a pair would hold more."""
+        return self._rest(0, 0, len(self._total) - 1)
+
+    def _rest(self, rank: int, start: int, stop: int) -> list[int] | None:
+        """Return the indices where the stages of ``rank`` and of later ranks begin, without the first of them."""
+        if self._left == 0 or (rank, start, stop) in self._failed:
+            return None
+        self._left -= 1
+        total = self._total
+        held = total[stop] - total[start]
+        if rank == self._ranks - 1:
+            if held > self._most:
+                return None
+            halves = range(start + 1, stop)
+            return [min(halves, key=lambda place: abs(2 * total[place] - total[start] - total[stop]))]
+        for first, second in self._choices(held, self._ranks - rank, start, stop):
+            inside = self._rest(rank + 1, first, second)
+            if inside is not None:
+                return [first, *inside, second]
+        self._failed.add((rank, start, stop))
+        return None
+
+    def _choices(self, held: int, ranks: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the ends of the first and the starts of the second stage of a rank, the best choice first.
+
+        Args:
+            held: What the blocks hold that are left.
+            ranks: Ranks that are left.
+            start: First block that is left.
+            stop: Number of the block behind the last that is left.
+        """
+        total, found = self._total, []
+        least = held - (ranks - 1) * self._most
+        needed = 2 * (ranks - 1)
+        for first in range(start + 1, stop - needed):
+            own = total[first] - total[start]
+            if own > self._most:
+                break
+            low, high = first + needed, stop - 1
+            begin = bisect_left(total, total[stop] + own - self._most, low, high + 1)
+            end = bisect_right(total, total[stop] + own - least, low, high + 1)
+            for second in range(begin, min(end, high + 1)):
+                other = total[stop] - total[second]
+                found.append((abs(ranks * (own + other) - held), abs(own - other), first, second))
+        return [(first, second) for _, _, first, second in sorted(found)]
 
 
 def _stages_needed(loads: Sequence[int], most: int) -> int:

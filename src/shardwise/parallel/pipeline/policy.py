@@ -34,12 +34,19 @@ class PipelinePolicy(Policy):
     """Most microbatches whose activations a rank of ``zb_greedy`` keeps at a time, each on both of its stages; None:
     "pp" + 1/2."""
     partition: (
-        Literal["uniform", "parameters"] | Annotated[str, Field(pattern="^type:.")] | tuple[str, ...]
+        Literal["uniform", "parameters", "measured"]
+        | Annotated[str, Field(pattern="^type:.")]
+        | tuple[str, ...]
     ) = "parameters"
     """Distribution of the blocks over the stages. ``uniform``: about the same number of blocks in each stage;
-    ``parameters``: about the same number of parameters in each stage; ``type:REGEX``: about the same number of
-    those blocks whose class name contains the expression, in any case. A list names the block that begins each
-    stage but the first."""
+    ``parameters``: about the same number of parameters in each stage; ``measured``: about the same seconds in each
+    stage, as ``seconds`` has them; ``type:REGEX``: about the same number of those blocks whose class name contains the
+    expression, in any case. Under a schedule in a V these balance the two stages of each rank together, except
+    ``uniform``. A list names the block that begins each stage but the first."""
+    seconds: Annotated[str, Field(min_length=1)] | None = None
+    """File of the seconds of each block, for ``partition: measured``. The first run finds no file: it cuts by
+    parameters, measures its second step and writes the file. Later runs cut by the file and leave it as it is; remove
+    it to measure anew. All ranks must read the same content."""
     shapes: Literal["agreed", "described"] = "agreed"
     """Protocol for the shapes of messages between devices. ``agreed``: shapes are sent once for each shape of a
     microbatch and checked, so that no host waits for them. ``described``: shapes are sent with every message,
@@ -76,13 +83,13 @@ class PipelinePolicy(Policy):
     @field_validator("partition", mode="before")
     @classmethod
     def _partition_is_known(cls, given: Any) -> Any:
-        words = ("uniform", "parameters", "type:REGEX")
+        words = ("uniform", "parameters", "measured", "type:REGEX")
         if isinstance(given, str) and given.startswith(OF_TYPE):
             try:
                 re.compile(given.removeprefix(OF_TYPE))
             except re.error as error:
                 raise ValueError(f"{given!r} is no regular expression of class names: {error}") from error
-        elif isinstance(given, str) and given not in words[:2]:
+        elif isinstance(given, str) and given not in words[:3]:
             raise ValueError(
                 f"{given!r} is no way to cut a model{nearest(given, words)}; to cut by name, give a list: [{given}]"
             )
@@ -110,6 +117,12 @@ class PipelinePolicy(Policy):
             raise ValueError(
                 "schedule 'interleaved_1f1b' needs several stages per rank, but virtual_stages is 1; "
                 "set virtual_stages: 2, or schedule: 1f1b"
+            )
+        if (self.partition == "measured") != (self.seconds is not None):
+            raise ValueError(
+                "partition: measured and seconds belong together: seconds names the file in which the first run writes "
+                f"the seconds of each block, by which later runs cut; partition is {self.partition!r} and seconds is "
+                f"{self.seconds!r}; set both, as {{partition: measured, seconds: blocks.json}}, or neither"
             )
         if self.live is not None and self.schedule != "zb_greedy":
             raise ValueError(
