@@ -91,7 +91,15 @@ def partition(
         raise PlanError(
             f"pipeline.partition: {how!r} is no way to cut{nearest(how, ['uniform', 'parameters', 'measured'])}"
         )
-    bounds = [0, *places, len(blocks)]
+    _check_trained(places, blocks, weights, front, back)
+    return tuple(blocks[place] for place in places)
+
+
+def _check_trained(
+    places: Sequence[int], blocks: Sequence[str], weights: Sequence[int], front: int, back: int
+) -> None:
+    """Raise PlanError if a stage has no parameters. The arguments are those of ``partition``."""
+    bounds, stages = [0, *places, len(blocks)], len(places) + 1
     for stage, (first, stop) in enumerate(itertools.pairwise(bounds)):
         held = sum(weights[first:stop]) + (front if stage == 0 else 0) + (back if stage == stages - 1 else 0)
         if not held:
@@ -100,7 +108,6 @@ def partition(
                 f"pipeline.partition: stage {stage} ({span}) has no parameters, so it has nothing to train; put it "
                 "together with a neighbour, by fewer stages or by names that begin the stages"
             )
-    return tuple(blocks[place] for place in places)
 
 
 def _matching(how: str, classes: Sequence[str], stages: int) -> list[int]:
