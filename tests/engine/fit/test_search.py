@@ -14,6 +14,7 @@ from shardwise.base.hardware import Hardware, even_hardware
 from shardwise.base.hardware_files import find_hardware
 from shardwise.comm.world import World
 from shardwise.config.run import load
+from shardwise.engine.fit import knobs
 from shardwise.engine.fit import search as searching
 from shardwise.engine.fit.bound import state_key
 from shardwise.engine.fit.fits import is_within, seconds_of
@@ -288,6 +289,54 @@ def test_ranks_that_share_sequences_are_searched_if_they_are_freed(monkeypatch: 
     said = {" ".join(point.said) for point in points}
     assert len(said) == 5, said  # one rank, and four methods of two
     assert any("mesh.cp=2" in each and "context.method=ring" in each for each in said)
+
+
+def test_zb_greedy_is_tried_with_the_schedules_in_a_v(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its order is made from the foreseen seconds of the passes, and its bound holds."""
+    given = GIVEN | {"batch": {"global_size": 8, "micro_size": 2}}
+    points = bounded(
+        monkeypatch,
+        make=lambda: gpt(4),
+        config=given,
+        example=tokens,
+        ranks=2,
+        hardware=RATES,
+        knobs=("mesh.pp", "pipeline.schedule", "pipeline.virtual_stages"),
+    )
+    check_bounds(points)
+    steps_s = {
+        name: point.step_s
+        for point in points
+        for name in ("zb_v", "dualpipe_v", "zb_greedy")
+        if f"pipeline.schedule={name}" in point.said
+    }
+    assert len(steps_s) == 3
+    assert steps_s["zb_greedy"] <= 1.02 * min(steps_s.values()), (
+        "messages are no part of what makes the order"
+    )
+
+
+def test_long_sequences_are_shared_if_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = shelf()
+    monkeypatch.setattr(searching, "JobShelf", lambda *_: made)
+    monkeypatch.setattr(knobs, "LONG_TOKENS", 8)
+    monkeypatch.setattr(searching, "LONG_TOKENS", 8)
+    given: dict[str, Any] = {"ranks": 2, "hardware": RATES, "knobs": ("mesh.cp", "batch.micro_size")}
+    config = GIVEN | {"zero": {"stage": 3}}
+
+    def found(memory: int) -> SearchReport:
+        return search(gpt, config, {"device": memory}, tokens, **given)
+
+    plenty = found(1 << 30)
+    assert plenty.best and not any("mesh.cp" in said for point in plenty.best for said in point.set)
+    least = min(point.peak_bytes or 0 for point in plenty.front)
+    tight = found(least - 1)
+    assert tight.best and all("mesh.cp=2" in point.set for point in tight.best)
+    assert "batch.micro_size=1" in tight.best[0].set
+    freed = search(gpt, config, {"device": 1 << 30}, tokens, free=("mesh.cp",), **given)
+    assert freed.tried > plenty.tried, "what is freed is tried beside the rest"
+    monkeypatch.setattr(searching, "LONG_TOKENS", 9)
+    assert not found(least - 1).best
 
 
 @pytest.mark.soak

@@ -25,6 +25,7 @@ from torch import nn
 from shardwise.base.errors import ConfigError, PlanError, UsageError
 from shardwise.base.hardware import Hardware
 from shardwise.base.words import bytes_text
+from shardwise.compose.plan import PlannedModel
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate, process_bytes, read
 from shardwise.engine.fit.knobs import KnobScope, RecomputeChoice, knob_of
@@ -36,7 +37,7 @@ from shardwise.plan.action import Kind
 from shardwise.plan.placement import Tier
 from shardwise.precision.policy import NAMES
 from shardwise.simulate.passes import MeasuredPass
-from shardwise.simulate.price import StepSeconds, step_seconds
+from shardwise.simulate.price import StepSeconds, step_seconds, step_timeline
 from shardwise.simulate.rates import measured_hardware
 from shardwise.tiers.offload import OffloadPolicy
 
@@ -410,9 +411,16 @@ def seconds_of(
     offload: OffloadPolicy,
     hardware: Hardware,
 ) -> StepSeconds:
-    """Return the seconds of a step of a job with state and activations on the tiers of ``offload``."""
-    policies = job.policies_with(offload)
-    return step_seconds(outlook.plan, policies, job.passed, hardware, job.device.type, job.per_host)
+    """Return the seconds of a step of a job with state and activations on the tiers of ``offload``.
+
+    A schedule that is made from measured seconds is made from the foreseen seconds of its passes.
+    """
+    policies, plan = job.policies_with(offload), outlook.plan
+    rest = (job.passed, hardware, job.device.type, job.per_host)
+    if policies.pipeline.schedule == "zb_greedy" and plan.mesh.pp > 1:
+        foreseen = step_timeline(plan, policies, *rest).typical_pass_s()
+        plan = PlannedModel(job.spec, policies, plan).with_seconds(foreseen).plan
+    return step_seconds(plan, policies, *rest)
 
 
 def is_within(outlook: MemoryEstimate, have: Mapping[Tier, int]) -> bool:

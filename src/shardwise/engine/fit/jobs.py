@@ -86,6 +86,14 @@ class JobShelf:
         """True if the model ends in a head of ours, whose loss is computed with it by tiles unless they are off."""
         return any(isinstance(module, Head) for module in self._make().modules())
 
+    @cached_property
+    def longest_sequence(self) -> int:
+        """Tokens of a sequence of the example: the largest dim 1 of its tensors of whole numbers; 0 without any."""
+        whole = (
+            each for each in tensors_in(self._example(1)) if each.dim() > 1 and not each.is_floating_point()
+        )
+        return max((each.shape[1] for each in whole), default=0)
+
     def facts(self, config: RunConfig, ranks: int) -> JobFacts:
         """Return the facts about a job without its passes.
 
@@ -186,9 +194,14 @@ class JobShelf:
         )
         pipeline = settings.pipeline
         if stages > 1:
-            shape = {"schedule": "1f1b" if pipeline.keeps_one_pass else "gpipe", "virtual_stages": 1}
+            shape: dict[str, Any] = {
+                "schedule": "1f1b" if pipeline.keeps_one_pass else "gpipe",
+                "virtual_stages": 1,
+            }
             if virtual > 1:
-                shape = {"schedule": pipeline.schedule, "virtual_stages": pipeline.virtual_stages}
+                # All schedules in a V have the passes of one of them.
+                name = "zb_v" if pipeline.folded else pipeline.schedule
+                shape = {"schedule": name, "virtual_stages": pipeline.virtual_stages, "live": None}
             ours = ours.model_copy(update={"pipeline": pipeline.model_copy(update=shape)})
         rows = settings.batch.micro_size
         if rows is None:

@@ -60,6 +60,13 @@ class KnobScope(NamedTuple):
     """True if a router has a capacity, so that its rows may travel in blocks."""
     freed: frozenset[str] = frozenset()
     """Keys of the knobs that may change the run's numbers."""
+    tokens: int = 0
+    """Tokens of a sequence, if ranks can share sequences of this model; 0 if they cannot."""
+
+    @property
+    def cuts_sequences(self) -> bool:
+        """True if sequences are so long that ranks that share them are tried, whether that is freed or not."""
+        return self.tokens >= LONG_TOKENS
 
 
 class Knob(NamedTuple):
@@ -151,8 +158,11 @@ def _slices(scope: KnobScope, chosen: Values) -> Sequence[int]:
 
 
 def _token_ranks(scope: KnobScope, chosen: Values) -> Sequence[int]:
-    """Return the numbers of ranks that may share a sequence, if the key is freed: not every model can be cut so."""
-    if "mesh.cp" not in scope.freed:
+    """Return the numbers of ranks that may share a sequence, if the sequences are long or the key is freed.
+
+    The method is tried if it is freed: ``auto`` takes the one that sends fewest bytes.
+    """
+    if "mesh.cp" not in scope.freed and not scope.cuts_sequences:
         return ()
     return divisors(scope.ranks // (chosen["mesh.pp"] * chosen["mesh.tp"]) or 1)
 
@@ -177,14 +187,19 @@ def _expert_slices(scope: KnobScope, chosen: Values) -> Sequence[int]:
 
 
 def _micro_sizes(scope: KnobScope, chosen: Values) -> Sequence[int]:
-    """Return the sizes that divide a rank's share of the samples."""
+    """Return the sizes that divide a rank's share of the samples.
+
+    Ranks that share sequences are tried with one sample, unless they are freed: of two samples each rank can take one
+    whole, and sends no keys.
+    """
     dp, total = data_ranks(scope, chosen), chosen["batch.global_size"]
+    if chosen["mesh.cp"] > 1 and "mesh.cp" not in scope.freed:
+        return (1,) if total % dp == 0 else ()
     return divisors(total // dp) if total % dp == 0 else ()
 
 
 def _schedules(scope: KnobScope, chosen: Values) -> Sequence[str]:
-    """Return schedules without zb_greedy, which is made from seconds that only a run measures."""
-    names = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v")
+    names = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "zb_greedy")
     return names if chosen["mesh.pp"] > 1 else ()
 
 
@@ -362,6 +377,8 @@ def _expert_exchanges(scope: KnobScope, chosen: Values) -> Sequence[str]:
     return ("counted", "blocks")
 
 
+LONG_TOKENS = 8192
+"""Tokens of a sequence from which ranks that share sequences are tried: attention is a large part of the work then."""
 _MOST_PLACEMENTS = 125
 """Largest number of combinations of placements of tables that are all tried: those of three tables."""
 _BOTH: frozenset[Change] = frozenset({"memory", "time"})

@@ -12,7 +12,9 @@ Nothing is drawn at random, and the points are looked at in the order of a bound
        microbatch and all else equal
     4  the points of a shape are counted with few microbatches, by which a rank holds as much as with many or less, and
        those that fit are priced as the job itself
-    5  tiles of feed-forward parts, recomputation and moves of state to another tier are tried only for what does not
+    5  ranks that share sequences (``mesh.cp``), unless they are freed, are tried if nothing fits without them, because
+       a pass of cut attention takes ten times as long to measure
+    6  tiles of feed-forward parts, recomputation and moves of state to another tier are tried only for what does not
        fit without them, because they never make a step shorter
 
 Samples of a step, optimizer and precision are the same in all points, unless they are freed; then points are compared
@@ -44,6 +46,7 @@ from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate
 from shardwise.engine.fit.jobs import JobShelf, rows_of
 from shardwise.engine.fit.knobs import (
     KNOBS,
+    LONG_TOKENS,
     TIER_KNOBS,
     Copies,
     KnobScope,
@@ -199,7 +202,9 @@ def search(
         hardware: rates of a rank; None: measured in this process, in about a second.
         free: keys that may change the numbers of the run: ``batch.global_size``, ``precision``, ``optimizer``,
             ``offload.state``, ``offload.step``. Ranks that share sequences (``mesh.cp``) and their method
-            (``context.method``) are tried if they are named, because not every model can be cut so.
+            (``context.method``) are tried if they are named. If they are not, and the example has 8,192 tokens or more,
+            such ranks are tried with one sample if nothing fits without them, or if a step has fewer samples than
+            there are ranks.
         limit_s: seconds after which the search ends with what it has found; None: it ends when nothing can be better.
         loss: the loss function, as ``initialize`` takes it.
         knobs: keys of the knobs that are tried; None: all.
@@ -252,6 +257,9 @@ def scope_of(
     facts = shelf.facts(alone, 1)
     experts = max((layer.experts for layer in facts.spec.experts.values()), default=0)
     names = (table.name for _, _, table in facts.tables.each())
+    tokens = shelf.longest_sequence
+    if tokens < LONG_TOKENS or not _can_share_sequences(shelf, alone):
+        tokens = 0
     return KnobScope(
         given,
         ranks,
@@ -267,7 +275,22 @@ def scope_of(
         tuple(dict.fromkeys(names)),
         any(layer.capacity is not None for layer in facts.spec.experts.values()),
         free,
+        tokens,
     )
+
+
+def _can_share_sequences(shelf: JobShelf, alone: RunConfig) -> bool:
+    """Return True if ranks can share the sequences of the model.
+
+    Args:
+        shelf: Maker of jobs.
+        alone: The configuration on one rank.
+    """
+    try:
+        attention = shelf.facts(load(alone, ("mesh={cp: 2}",)), 2).spec.attention
+    except (ConfigError, PlanError, MeshError):
+        return False
+    return attention is not None and bool(attention.layers)
 
 
 def batch_of(given: RunConfig, ranks: Sequence[int], rows: int | None) -> tuple[int, int]:
@@ -338,6 +361,8 @@ class _Shape:
     """Shapes that differ by further recomputation or tiles."""
     wanted: list[Mapping[str, Any]] | None = None
     """Values of the state knobs that are tried, if the shape is a child: those that did not fit above it."""
+    waits: bool = False
+    """True if the shape is tried only if nothing fits without it."""
     is_open: bool = False
     """True if the shape's points are looked at."""
     is_passed: bool = False
@@ -388,6 +413,13 @@ def _divides(scope: KnobScope, chosen: Mapping[str, Any]) -> bool:
         return False
     share = data_ranks(scope, chosen) * chosen["batch.micro_size"]
     return bool(chosen["batch.global_size"] % share == 0)
+
+
+def _waits(shape: _Shape) -> bool:
+    """Return True if ranks of the shape share sequences, which is tried if nothing fits otherwise."""
+    scope, chosen = shape.scope, shape.chosen
+    is_free = "mesh.cp" in scope.freed or scope.global_size < scope.ranks
+    return bool(chosen["mesh.cp"] != scope.given.mesh.cp and chosen["mesh.cp"] > 1 and not is_free)
 
 
 def _parent_of(chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -455,7 +487,10 @@ class _Search:
         self._shapes += shapes.values()
         for shape in shapes.values():
             parent = shapes.get(_key(_parent_of(shape.chosen)))
+            shape.waits = _waits(shape)
             if parent is None or parent is shape:
+                if shape.waits:
+                    continue
                 self._push(shape, 0.0 if self._is_late else self._scaled_bound(shape))
             else:
                 parent.children.append(shape)
@@ -522,6 +557,22 @@ class _Search:
 
     def run(self) -> None:
         """Look at shapes and points, the smallest bound first, until no other can be among the best."""
+        cause = self._walk()
+        waiting = [shape for shape in self._shapes if shape.waits]
+        if waiting and not self._priced and cause != "limit":
+            self._leave_rest(cause)
+            self._shapes = waiting
+            for shape in waiting:
+                shape.waits = False
+                if shape.wanted is None:
+                    self._push(shape, 0.0)
+            cause = self._walk()
+        self._leave_rest(cause)
+        if cause == "limit" and not self._priced:
+            self._price_given()
+
+    def _walk(self) -> str:
+        """Look at shapes and points, and return the cause for which the rest is left."""
         cause = "time"
         while self._heap:
             bound_s, number, item = heapq.heappop(self._heap)
@@ -540,9 +591,7 @@ class _Search:
                 self._open(item)
             else:
                 self._refine(item)
-        self._leave_rest(cause)
-        if cause == "limit" and not self._priced:
-            self._price_given()
+        return cause
 
     def _price_given(self) -> None:
         """Price the configuration as it was given, so that a search without time has an answer if that one fits."""
@@ -569,7 +618,7 @@ class _Search:
             if cause == "time":
                 self._lose(shape, None, f"takes {bound_s:.3g} s at least", said, bound_s)
         self._heap.clear()
-        self._causes[cause] += sum(shape.left for shape in self._shapes)
+        self._causes[cause] += sum(shape.left for shape in self._shapes if not shape.waits)
 
     def _refine(self, shape: _Shape) -> None:
         """Replace the bound of a shape by one from its own passes."""
