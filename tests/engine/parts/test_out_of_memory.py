@@ -16,6 +16,7 @@ from shardwise.base.errors import OutOfMemoryError
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.parts.out_of_memory import advice, bytes_asked, is_out_of_memory, outgrown
 from shardwise.memory.ledger import Ledger, Row
+from tests.ranks import PRELOADED
 
 CPU = torch.device("cpu")
 
@@ -88,23 +89,31 @@ def _in_a_measured_step() -> None:
         engine.train_step([x])
 
 
+def _run(failing: Callable[[], None], pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    try:
+        failing()
+    except BaseException as error:
+        pipe.send((str(error), isinstance(error, OutOfMemoryError), isinstance(error, MemoryError)))
+
+
 def _told(failing: Callable[[], None]) -> tuple[str, bool, bool]:
-    """Return the error of ``failing`` in a process of its own: (text, is ours, is a MemoryError)."""
-    context = multiprocessing.get_context("fork")
+    """Return the error of ``failing`` in a process of its own: (text, is ours, is a MemoryError).
+
+    The process is forked from the server of ranks, which has imported torch and runs nothing else. A fork of the
+    process of all tests has its threads' locks and its scattered heap, and has been seen to die when memory ended.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
-
-    def run(pipe: Connection) -> None:
-        torch.set_num_threads(1)
-        try:
-            failing()
-        except BaseException as error:
-            pipe.send((str(error), isinstance(error, OutOfMemoryError), isinstance(error, MemoryError)))
-
-    process = context.Process(target=run, args=(theirs,))
+    process = context.Process(target=_run, args=(failing, theirs))
     process.start()
     theirs.close()
     try:
         return ours.recv()
+    except EOFError:
+        process.join()
+        pytest.fail(f"The process ended with exit code {process.exitcode} and said nothing.")
     finally:
         process.join()
 
