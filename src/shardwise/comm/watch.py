@@ -52,6 +52,7 @@ from shardwise.comm.rendezvous.handshake import RankIdentity
 from shardwise.comm.rendezvous.process import (
     ProcessHeartbeat,
     calls_of,
+    count_watching,
     has_ended,
     seconds_of,
     stack_of,
@@ -801,7 +802,11 @@ class Watchdog:
 
 def _run(own: "weakref.ref[Watchdog]", ended: threading.Event, tick: Callable[["Watchdog"], None]) -> None:
     """Call ``tick`` once a second until the watch is stopped or dropped."""
+    counted_s = 0.0
     while not ended.wait(_TICK_S):
+        now_s = time.thread_time()
+        count_watching(now_s - counted_s)
+        counted_s = now_s
         watch = own()
         if watch is None:
             return

@@ -18,8 +18,18 @@ _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _FRAMES = 12
 _STACK_BYTES = 4000
 _WORK_S = 0.2
-"""Processor time in seconds that counts as work; the watch itself takes less in a minute."""
+"""Processor time in seconds that counts as work. The time of the watch's own threads is not counted."""
 _WORK_BYTES = 256 << 10
+_watching_s = 0.0
+
+
+def count_watching(seconds: float) -> None:
+    """Add processor seconds of a thread that watches: they are no work of this process.
+
+    Otherwise a process that hangs would seem to work if several engines watch it, or if a look takes long.
+    """
+    global _watching_s
+    _watching_s += seconds
 
 
 class ProcessHeartbeat:
@@ -41,7 +51,8 @@ class ProcessHeartbeat:
         """Update the time of the last progress; called once a tick."""
         place = self.calls()
         is_debugged = any(call.file.endswith(("bdb.py", "pdb.py")) for call in place)
-        now = (place, time.process_time() + seconds_of_children(os.getpid()), bytes_of(os.getpid()))
+        computed = time.process_time() - _watching_s + seconds_of_children(os.getpid())
+        now = (place, computed, bytes_of(os.getpid()))
         worked = now[1] - self._seconds > _WORK_S or now[2] - self._bytes > _WORK_BYTES
         if (
             now[0] != self._place
