@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.engine.plain import TRUTHS
+from tests.everyday import is_moved, unknown
 from tests.ranks import RankPool
 
 # The same examples in every run, and none that fails because the machine was busy.
@@ -88,10 +89,18 @@ _WITHOUT_LATE = ("test_foresee.py", "test_outside.py")
 """Tests that compare measured memory, of which late collectives hold copies, or that run on tensors without data."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: Any, items: list[pytest.Item]) -> None:
-    """``soak`` runs only when asked for by name; ``gpu`` only where there is one."""
+    """``soak`` runs only when asked for by name; ``gpu`` only where there is one.
+
+    This hook comes first, so that ``-m soak`` selects the rows of tests/everyday.py too.
+    """
     wanted = config.getoption("-m") or ""
+    if list(config.args) == config.getini("testpaths") and (names := unknown(items)):
+        raise pytest.UsageError("tests/everyday.py names what is no test: " + ", ".join(names))
     for item in items:
+        if is_moved(item):
+            item.add_marker(pytest.mark.soak)
         # Not the keywords: these contain the name of the folder of the checkout, too.
         if item.get_closest_marker("soak") and "soak" not in wanted:
             item.add_marker(pytest.mark.skip(reason="make soak"))

@@ -15,13 +15,11 @@ from tests.engine import test_experts as experts
 from tests.engine import test_model_parallel as dense
 
 DENSE = [
-    dense.Layout(tp=2, sequence=False, family="gpt2", layers=3),
     dense.Layout(tp=2, stage=3, recompute="full", layers=3),
     dense.Layout(tp=2, layers=3, overlap=3),
 ]
 EXPERTS = [
     experts.Layout(dp=2, ep=2, exchange="blocks"),
-    experts.Layout(dp=2, ep=2, stage=3, recompute="full"),
     experts.Layout(tp=2, ep=2, microbatches=2),
 ]
 

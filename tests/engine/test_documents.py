@@ -201,46 +201,49 @@ def measure_all(world: Any, cases: list[Case]) -> list[tuple[float, list[str]]]:
 ALL: dict[str, Any] = {"window": 4, "sinks": True, "pattern": 2}
 CASES = [
     Case(**ALL),
-    Case(family="gpt2", recompute="full", microbatches=2),
     Case(**ALL, heads=6, kv_heads=1),
     Case(**ALL, tile=5, recompute="selective"),
     Case(documents=False, window=1, sinks=True),
     *(Case(**ALL, tp=2, kv_heads=2, sequence=sequence) for sequence in (True, False)),
     Case(pp=2, microbatches=2, family="gpt2", sinks=True, recompute="full"),
-    Case(dp=2, stage=3, microbatches=1, sinks=True),
     Case(cp=2, method="planned"),
     Case(cp=2, **ALL, family="gpt2", stage=3, method="ring"),
-    Case(cp=2, **ALL, method="planned"),
     Case(cp=2, length=2, microbatches=3),
-    Case(cp=2, documents=False, **ALL, kv_heads=2, length=5),
-    Case(cp=3, **ALL, heads=6, kv_heads=1, microbatches=3),
-    *(Case(cp=2, tp=2, **ALL, kv_heads=2, sequence=sequence, stage=1) for sequence in (True, False)),
+    Case(cp=2, tp=2, **ALL, kv_heads=2, sequence=False, stage=1),
     Case(cp=2, pp=2, microbatches=3, window=3, stage=2, tile=4),
     Case(cp=4, **ALL, heads=6, kv_heads=2, stage=3, recompute="selective"),
 ]
 SEES: list[dict[str, Any]] = [{}, {"documents": False, "window": 3}, {"documents": False, "sinks": True}, ALL]
 EVERY = [
-    case
-    for sees in SEES
-    for cp in (1, 2, 3, 4)
-    for case in (
-        *(Case(cp=cp, **sees, length=length, microbatches=3) for length in (2, 7, 13)),
-        Case(cp=cp, **sees, heads=6, kv_heads=1),
-        Case(cp=cp, **sees, heads=6, kv_heads=3, recompute="full", stage=3),
-        Case(cp=cp, **sees, tile=5, recompute="selective"),
-        Case(cp=cp, **sees, compiled=True, recompute="full" if cp == 2 else "none"),
-        *(
-            Case(cp=cp, **sees, **more, kv_heads=2)
-            for more in (
-                {"tp": 2},
-                {"tp": 2, "sequence": False},
-                {"pp": 2, "microbatches": 3},
-                {"dp": 2, "stage": 3},
-            )
-            if cp <= 2
-        ),
-    )
-    if case not in CASES
+    Case(family="gpt2", recompute="full", microbatches=2),
+    Case(dp=2, stage=3, microbatches=1, sinks=True),
+    Case(cp=2, **ALL, method="planned"),
+    Case(cp=2, documents=False, **ALL, kv_heads=2, length=5),
+    Case(cp=3, **ALL, heads=6, kv_heads=1, microbatches=3),
+    Case(cp=2, tp=2, **ALL, kv_heads=2, stage=1),
+    *(
+        case
+        for sees in SEES
+        for cp in (1, 2, 3, 4)
+        for case in (
+            *(Case(cp=cp, **sees, length=length, microbatches=3) for length in (2, 7, 13)),
+            Case(cp=cp, **sees, heads=6, kv_heads=1),
+            Case(cp=cp, **sees, heads=6, kv_heads=3, recompute="full", stage=3),
+            Case(cp=cp, **sees, tile=5, recompute="selective"),
+            Case(cp=cp, **sees, compiled=True, recompute="full" if cp == 2 else "none"),
+            *(
+                Case(cp=cp, **sees, **more, kv_heads=2)
+                for more in (
+                    {"tp": 2},
+                    {"tp": 2, "sequence": False},
+                    {"pp": 2, "microbatches": 3},
+                    {"dp": 2, "stage": 3},
+                )
+                if cp <= 2
+            ),
+        )
+        if case not in CASES
+    ),
 ]
 
 

@@ -225,10 +225,8 @@ LAYOUTS = [
         for sequence in (True, False)
         for family, kv_heads in FAMILIES
     ),
-    Layout(tp=3, heads=6, kv_heads=3),
     Layout(tp=3, heads=6, kv_heads=1, sequence=False),
     Layout(tp=3, heads=6, kv_heads=6, sequence=False, family="gpt2"),
-    Layout(tp=4, kv_heads=2),
     Layout(tp=4, kv_heads=1, recompute="full"),
     *(
         scheduled(pp, SCHEDULES[(pp + place) % 3], microbatches)
@@ -241,25 +239,18 @@ LAYOUTS = [
         Layout(dp=2, stage=stage, microbatches=2, recompute=how)
         for stage, how in ((0, "full"), (1, "selective"), (2, "full"), (3, "full"), (3, "selective"))
     ),
-    *(Layout(pp=2, dp=2, stage=stage, microbatches=3) for stage in (0, 2, 3)),
-    *(Layout(dp=2, tp=2, stage=stage, microbatches=2) for stage in (0, 2, 3)),
+    *(Layout(pp=2, dp=2, stage=stage, microbatches=3) for stage in (0, 3)),
+    *(Layout(dp=2, tp=2, stage=stage, microbatches=2) for stage in (2, 3)),
     *(Layout(pp=2, tp=2, microbatches=3, sequence=sequence) for sequence in (True, False)),
-    Layout(pp=2, tp=2, microbatches=3, family="gpt2", recompute="full"),
-    Layout(pp=2, dp=2, stage=3, microbatches=3, reshard_after_forward=False, recompute="full"),
     Layout(
         pp=2, dp=2, stage=3, microbatches=4, schedule="interleaved_1f1b", virtual_stages=2, recompute="full"
     ),
-    Layout(pp=2, dp=2, stage=2, microbatches=3, schedule="gpipe", family="gpt2"),
     Layout(pp=2, tp=2, microbatches=3, schedule="interleaved_1f1b", virtual_stages=2, kv_heads=1),
-    Layout(dp=2, tp=2, stage=3, microbatches=2, recompute="selective", kv_heads=1),
     Layout(pp=2, tp=2, microbatches=3, transport="torch", family="gpt2"),
     Layout(pp=2, microbatches=3, recompute="selective", family="gpt2", partition="parameters"),
-    Layout(pp=3, microbatches=4, family="gpt2"),
     Layout(
         pp=2, microbatches=3, schedule="interleaved_1f1b", virtual_stages=2, family="gpt2", recompute="full"
     ),
-    Layout(pp=2, dp=2, tp=2, microbatches=3, stage=1, kv_heads=2),
-    Layout(pp=2, dp=2, tp=2, microbatches=2, stage=2, recompute="full", family="gpt2"),
     Layout(
         2, 2, 2, microbatches=2, stage=3, schedule="interleaved_1f1b", virtual_stages=2, recompute="selective"
     ),
@@ -273,9 +264,7 @@ LAYOUTS = [
         Layout(pp=2, tile=5, microbatches=3, schedule=schedule, family="gpt2")
         for schedule in ("gpipe", "1f1b")
     ),
-    Layout(pp=2, dp=2, tp=2, tile=5, microbatches=2, stage=2, recompute="full"),
     # Pieces of samples, of tokens that they do not divide, and of a whole sequence.
-    Layout(tp=2, overlap=3),
     Layout(tp=2, overlap=7, microbatches=2, recompute="full", family="gpt2"),
     Layout(tp=2, overlap=4, microbatches=3, sequence=False, transport="torch"),
     Layout(dp=2, tp=2, overlap=5, microbatches=2, stage=3, recompute="selective", kv_heads=1),
@@ -284,10 +273,8 @@ LAYOUTS = [
     Layout(cp=2, family="gpt2", microbatches=3),
     Layout(cp=3, kv_heads=2, stage=2),
     Layout(cp=4, kv_heads=1, stage=3, recompute="full"),
-    Layout(cp=2, dp=2, stage=3, microbatches=2, recompute="selective"),
     *(Layout(cp=2, tp=2, sequence=sequence, stage=1, kv_heads=2) for sequence in (True, False)),
     Layout(cp=2, pp=2, microbatches=3, schedule="interleaved_1f1b", virtual_stages=2, recompute="full"),
-    Layout(cp=2, pp=2, microbatches=2, schedule="gpipe", family="gpt2", stage=2),
     Layout(cp=2, tp=2, pp=2, microbatches=3, stage=1),
     Layout(cp=2, tile=5),
     Layout(cp=3, context="ring", kv_heads=1, stage=2, microbatches=3),
@@ -295,12 +282,10 @@ LAYOUTS = [
     # Heads that do not divide: 2, 2, 1 and 1 of 6, whose key heads some ranks share.
     Layout(cp=4, context="ulysses", heads=6, kv_heads=2, stage=3, recompute="selective"),
     Layout(cp=2, pp=2, context="ulysses", microbatches=3, stage=1),
-    Layout(cp=4, context="planned", ulysses=2, microbatches=2, stage=1),
     Layout(cp=4, context="ring", ulysses=2, heads=6, kv_heads=2),
     # Stages in a V, with ties between the first and the last, and backward passes in two parts.
     Layout(pp=2, microbatches=1, schedule="dualpipe_v", family="gpt2"),
     Layout(pp=2, microbatches=3, schedule="zb_v"),
-    Layout(pp=3, microbatches=5, schedule="zb_h1", family="gpt2"),
     Layout(pp=4, microbatches=8, schedule="zb_v", layers=8),
     Layout(pp=2, dp=2, stage=3, microbatches=3, schedule="dualpipe_v", recompute="full"),
     Layout(pp=2, tp=2, microbatches=3, schedule="zb_v", family="gpt2"),
@@ -309,6 +294,23 @@ LAYOUTS = [
 """Every value of every axis, and every two values that meet: number of stages × schedule × microbatches as a Latin
 square, each ZeRO stage beside stages and beside slices, each family and sequence mode on each number of slices."""
 PRODUCTS = [
+    Layout(tp=3, heads=6, kv_heads=3),
+    Layout(tp=4, kv_heads=2),
+    Layout(pp=2, tp=2, microbatches=3, family="gpt2", recompute="full"),
+    Layout(pp=2, dp=2, stage=3, microbatches=3, reshard_after_forward=False, recompute="full"),
+    Layout(pp=2, dp=2, stage=2, microbatches=3, schedule="gpipe", family="gpt2"),
+    Layout(dp=2, tp=2, stage=3, microbatches=2, recompute="selective", kv_heads=1),
+    Layout(pp=3, microbatches=4, family="gpt2"),
+    Layout(pp=2, dp=2, tp=2, microbatches=3, stage=1, kv_heads=2),
+    Layout(pp=2, dp=2, tp=2, microbatches=2, stage=2, recompute="full", family="gpt2"),
+    Layout(pp=2, dp=2, tp=2, tile=5, microbatches=2, stage=2, recompute="full"),
+    Layout(tp=2, overlap=3),
+    Layout(cp=2, dp=2, stage=3, microbatches=2, recompute="selective"),
+    Layout(cp=2, pp=2, microbatches=2, schedule="gpipe", family="gpt2", stage=2),
+    Layout(cp=4, context="planned", ulysses=2, microbatches=2, stage=1),
+    Layout(pp=3, microbatches=5, schedule="zb_h1", family="gpt2"),
+    Layout(pp=2, dp=2, stage=2, microbatches=3),
+    Layout(dp=2, tp=2, stage=0, microbatches=2),
     *(
         Layout(tp=4, sequence=sequence, family=family, kv_heads=kv_heads)
         for sequence in (True, False)

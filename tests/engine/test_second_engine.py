@@ -72,7 +72,7 @@ def test_an_engine_after_another_one(carrier: dict[str, Any]) -> None:
 
 
 def test_many_engines_refused_closed_and_dropped(tmp_path: Path) -> None:
-    for (_, early), (_, late) in fresh_job(campaign, 16, 1, str(tmp_path)):
+    for (_, early), (_, late) in fresh_job(campaign, 12, 1, str(tmp_path)):
         assert late.threads <= early.threads
         assert late.descriptors <= early.descriptors
         assert late.resident_bytes <= 1.05 * early.resident_bytes
