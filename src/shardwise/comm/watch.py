@@ -50,9 +50,9 @@ from shardwise.base.errors import CommError, DeadlineError
 from shardwise.comm.flights import InFlightCollectives
 from shardwise.comm.rendezvous.handshake import RankIdentity
 from shardwise.comm.rendezvous.process import (
+    WATCHING,
     ProcessHeartbeat,
     calls_of,
-    count_watching,
     has_ended,
     seconds_of,
     stack_of,
@@ -805,7 +805,7 @@ def _run(own: "weakref.ref[Watchdog]", ended: threading.Event, tick: Callable[["
     counted_s = 0.0
     while not ended.wait(_TICK_S):
         now_s = time.thread_time()
-        count_watching(now_s - counted_s)
+        WATCHING.add(now_s - counted_s)
         counted_s = now_s
         watch = own()
         if watch is None:

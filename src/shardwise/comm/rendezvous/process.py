@@ -20,16 +20,24 @@ _STACK_BYTES = 4000
 _WORK_S = 0.2
 """Processor time in seconds that counts as work. The time of the watch's own threads is not counted."""
 _WORK_BYTES = 256 << 10
-_watching_s = 0.0
 
 
-def count_watching(seconds: float) -> None:
-    """Add processor seconds of a thread that watches: they are no work of this process.
+class WatchingTime:
+    """Processor seconds of the threads that watch this process, which are no work of it.
 
     Otherwise a process that hangs would seem to work if several engines watch it, or if a look takes long.
     """
-    global _watching_s
-    _watching_s += seconds
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Add the processor seconds that a watching thread has taken."""
+        self.seconds += seconds
+
+
+WATCHING = WatchingTime()
+"""Time of all watches of this process."""
 
 
 class ProcessHeartbeat:
@@ -51,7 +59,7 @@ class ProcessHeartbeat:
         """Update the time of the last progress; called once a tick."""
         place = self.calls()
         is_debugged = any(call.file.endswith(("bdb.py", "pdb.py")) for call in place)
-        computed = time.process_time() - _watching_s + seconds_of_children(os.getpid())
+        computed = time.process_time() - WATCHING.seconds + seconds_of_children(os.getpid())
         now = (place, computed, bytes_of(os.getpid()))
         worked = now[1] - self._seconds > _WORK_S or now[2] - self._bytes > _WORK_BYTES
         if (
