@@ -1,4 +1,7 @@
-"""Jobs over real ssh servers, one in each of two network namespaces: ``make soak``, as root, with openssh-server."""
+"""Jobs over real ssh servers, one in each of two network namespaces: ``make soak``, as root, with openssh-server.
+
+By ssh alone, and by Open MPI and MPICH, which start their daemons by ssh.
+"""
 
 import json
 import os
@@ -57,28 +60,30 @@ class SshCluster:
     folder: Path
     servers: list["subprocess.Popen[bytes]"]
 
-    def command(self, *words: str, hosts: str = "hosts") -> list[str]:
-        """A launch from the first host, by names that nothing but ssh's configuration knows."""
+    def command(self, *words: str, launcher: str = "ssh", hosts: str = "") -> list[str]:
+        """A launch from the first host: ssh by names that its configuration alone knows, MPI by addresses."""
+        if launcher != "ssh" and shutil.which(f"mpirun.{launcher}") is None:
+            pytest.skip(f"needs mpirun.{launcher}, of Debian's openmpi-bin or mpich")
+        options = ARGUMENTS[launcher].format(folder=self.folder)
+        hosts = hosts or ("hosts" if launcher == "ssh" else "addresses")
         return [
             *self.hosts[0].command(
                 sys.executable, "-m", "shardwise", "launch", "-H", str(self.folder / hosts)
             ),
-            *("--launcher_args", f"-F {self.folder / 'config'}"),
-            *words,
+            *("--launcher", launcher, f"--launcher_args={options}", *words),
         ]
 
-    def run(self, text: str, *words: str, code: int = 0, hosts: str = "hosts") -> str:
-        command = self.command(self.program(text), *words, hosts=hosts)
+    def run(self, text: str, *words: str, code: int = 0, launcher: str = "ssh", hosts: str = "") -> str:
+        command = self.command(self.program(text), *words, launcher=launcher, hosts=hosts)
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=self.folder)
         assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
         return done.stdout + done.stderr
 
-    def start(self, text: str, *words: str) -> "subprocess.Popen[str]":
+    def start(self, text: str, launcher: str = "ssh") -> "subprocess.Popen[str]":
         """Start a program and return when all of its ranks run."""
         pipe = subprocess.PIPE
-        started = subprocess.Popen(
-            self.command(self.program(text), *words), stdout=pipe, stderr=pipe, text=True, cwd=self.folder
-        )
+        command = self.command(self.program(text), launcher=launcher)
+        started = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=self.folder)
         end = time.monotonic() + 60
         while len(list(self.folder.glob("rank.*"))) < 4:
             assert started.poll() is None and time.monotonic() < end, started.communicate()
@@ -106,8 +111,13 @@ class SshCluster:
         return time.monotonic() - since
 
 
+ARGUMENTS = {
+    "ssh": "-F {folder}/config",
+    "openmpi": "--allow-run-as-root --mca plm_rsh_agent {folder}/with_config",
+    "mpich": "-launcher ssh -launcher-exec {folder}/with_config",
+}
 CONFIG = """
-Host gpu1 gpu2 gpu9
+Host *
     User root
     Port 2222
     IdentityFile {folder}/key
@@ -147,6 +157,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshCluster]:
         (folder / "config").write_text(
             CONFIG.format(folder=folder, one=hosts[0].address, two=hosts[1].address)
         )
+        (folder / "addresses").write_text("".join(f"{host.address} slots=2\n" for host in hosts))
+        (folder / "with_config").write_text(f'#!/bin/sh\nexec ssh -F {folder}/config "$@"\n')
+        (folder / "with_config").chmod(0o755)
         servers = []
         for host in hosts:
             path = folder / f"sshd{host.number}"
@@ -165,9 +178,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshCluster]:
                 server.wait()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_two_hosts_train_as_one_process_group(cluster: SshCluster, stage: int) -> None:
-    said = cluster.run(TRAIN, str(stage))
+LAUNCHERS = pytest.mark.parametrize("launcher", list(ARGUMENTS))
+
+
+@pytest.mark.parametrize(("launcher", "stage"), [("ssh", 0), ("ssh", 3), ("openmpi", 3), ("mpich", 3)])
+def test_two_hosts_train_as_one_process_group(cluster: SshCluster, launcher: str, stage: int) -> None:
+    said = cluster.run(TRAIN, str(stage), launcher=launcher)
     words = [
         sys.executable,
         "-m",
@@ -237,17 +253,21 @@ HOSTILE += [chr(code) for code in range(1, 32)] + ["\udcff", "x" * 5000]
 HOSTILE += [f"{a}{b}" for a in ("'", '"', "\\") for b in ("'", '"', "$(touch BAD)", ";", "\n", " ", "`")]
 
 
-def test_arguments_arrive_byte_for_byte(cluster: SshCluster) -> None:
+@LAUNCHERS
+def test_arguments_arrive_byte_for_byte(cluster: SshCluster, launcher: str) -> None:
     text = PROGRAM + "(here / f'argv.{rank}').write_text(json.dumps(sys.argv[1:]))\n"
     assert len(HOSTILE) >= 100 - 8
-    cluster.run(text, *HOSTILE)
+    cluster.run(text, *HOSTILE, launcher=launcher)
     for rank in range(4):
         assert json.loads((cluster.folder / f"argv.{rank}").read_text()) == HOSTILE
     assert not list(cluster.folder.rglob("BAD")) and not (Path.home() / "BAD").exists()
 
 
+@LAUNCHERS
 @pytest.mark.parametrize("kind", ["raised", "killed", "exited"])
-def test_the_first_failure_of_another_host_is_shown_first(cluster: SshCluster, kind: str) -> None:
+def test_the_first_failure_of_another_host_is_shown_first(
+    cluster: SshCluster, kind: str, launcher: str
+) -> None:
     fault = {
         "raised": "raise ValueError('the cause')",
         "killed": "os.kill(os.getpid(), signal.SIGKILL)",
@@ -255,18 +275,19 @@ def test_the_first_failure_of_another_host_is_shown_first(cluster: SshCluster, k
     }[kind]
     text = PROGRAM + f"if rank == 3:\n    time.sleep(0.2)\n    {fault}\ntime.sleep(60)\n"
     since = time.monotonic()
-    said = cluster.run(text, code={"raised": 1, "killed": 137, "exited": 7}[kind])
+    said = cluster.run(text, code={"raised": 1, "killed": 137, "exited": 7}[kind], launcher=launcher)
     assert time.monotonic() - since < 20
     first = next(line for line in said.splitlines() if "failed" in line)
-    assert "rank 3 on gpu2 failed" in first
+    assert f"rank 3 on {'gpu2' if launcher == 'ssh' else cluster.hosts[1].address} failed" in first
     if kind == "raised":
         assert "ValueError: the cause" in first and "Traceback" in said
     assert cluster.wait_until_gone(1.0) < 1.0
 
 
+@LAUNCHERS
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_rank_outlives_the_launcher(cluster: SshCluster, number: signal.Signals) -> None:
-    job = cluster.start(PROGRAM + "time.sleep(600)\n")
+def test_no_rank_outlives_the_launcher(cluster: SshCluster, number: signal.Signals, launcher: str) -> None:
+    job = cluster.start(PROGRAM + "time.sleep(600)\n", launcher)
     job.send_signal(number)
     print(f"{number.name}: gone after {cluster.wait_until_gone(8.0):.2f} s")
     job.communicate(timeout=20)
@@ -281,21 +302,26 @@ def test_no_rank_outlives_its_ssh_session(cluster: SshCluster) -> None:
     assert "gpu2" in job.communicate(timeout=20)[1] and job.returncode == 1
 
 
-def test_no_rank_outlives_the_cable(cluster: SshCluster) -> None:
-    job = cluster.start(PROGRAM + "time.sleep(600)\n")
+@LAUNCHERS
+def test_no_rank_outlives_the_cable(cluster: SshCluster, launcher: str) -> None:
+    job = cluster.start(PROGRAM + "time.sleep(600)\n", launcher)
     cluster.hosts[1].cut()
     try:
         print(f"gone after {cluster.wait_until_gone(8.0):.2f} s")
         said = job.communicate(timeout=20)[1]
-        assert job.returncode == 1 and "the connection to gpu2 is lost" in said
+        assert job.returncode == 1 and "the connection to " in said and " is lost" in said
     finally:
         cluster.hosts[1].ip("link", "set", cluster.hosts[1].interface, "up")
 
 
-def test_an_unreachable_host_is_named_with_the_words_of_ssh(cluster: SshCluster) -> None:
-    (cluster.folder / "wrong").write_text("gpu1 slots=2\ngpu9 slots=2\n")
+@LAUNCHERS
+def test_an_unreachable_host_is_named_with_the_words_of_ssh(cluster: SshCluster, launcher: str) -> None:
+    names = ("gpu1", "gpu9") if launcher == "ssh" else (cluster.hosts[0].address, "10.213.7.99")
+    (cluster.folder / "wrong").write_text("".join(f"{name} slots=2\n" for name in names))
     since = time.monotonic()
-    said = cluster.run(PROGRAM, hosts="wrong", code=2)
+    said = cluster.run(PROGRAM, hosts="wrong", code=2, launcher=launcher)
     print(f"{time.monotonic() - since:.1f} s: {said}")
-    assert "no agent answers on gpu9 by ssh: ssh: connect to host 10.213.7.99 port 2222: " in said
+    assert (
+        f"no agent answers on {names[1]} by {launcher}: ssh: connect to host 10.213.7.99 port 2222: " in said
+    )
     assert time.monotonic() - since < 10 and "Traceback" not in said

@@ -40,6 +40,8 @@ _HELLO_S = 90.0
 """Seconds for all agents to start; a Python on a slow file system takes long. Back ends notice an unreachable host
 sooner.
 """
+_SPOKEN_S = 6.0
+"""Seconds for an agent to start if the back end's program has written an error and would not end by itself."""
 _BIND_S = 30.0
 """Seconds for the first host to bind the store's address."""
 _SETTLE_S = 0.7
@@ -48,6 +50,8 @@ _CAUSE_S = 1.7
 """Seconds after the first failure if only effects have been seen."""
 _LEAVE_S = 6.0
 """Seconds for agents to end their ranks and leave."""
+_UNUSED_S = 1.0
+"""Seconds for agents without ranks to leave."""
 _SIGNAL_CODE = 128
 _SHOWN = 5
 
@@ -83,8 +87,11 @@ class HostAgents:
         self.failures: list[RankFailure] = []
         self.codes: dict[int, int] = {}
         """Exit codes of the hosts whose ranks have ended."""
+        self.are_ordered = False
+        """True once every agent has its order; a request to stop that comes earlier starts nothing."""
         self._said: set[str] = set()
         self._pinged_s = 0.0
+        self._began_s = time.monotonic()
         self.links: list[AgentLink] = []
 
     def connect(self) -> None:
@@ -118,6 +125,7 @@ class HostAgents:
                 return
             for node in range(1, len(self.links)):
                 self._order(node, address, int(port))
+        self.are_ordered = True
 
     def _order(self, node: int, address: str, port: int) -> None:
         order = self.job.order._replace(here=self.job.ranks_of(node, address, port))
@@ -136,11 +144,7 @@ class HostAgents:
         while len(found) < len(nodes) and not requests.received:
             event = self._next_event()
             if event is None:
-                if time.monotonic() > until_s:
-                    missing = [self.links[node].host.name for node in nodes if node not in found]
-                    raise ConfigError(
-                        f"launch: {', '.join(missing[:_SHOWN])} did not answer within {patience_s:.0f} s"
-                    )
+                self._check_patience([self.links[node] for node in nodes if node not in found], until_s)
             elif event.name == name:
                 found[event.node] = event.value
             elif event.name in ("lost", "refused", "ended"):
@@ -148,6 +152,19 @@ class HostAgents:
             else:
                 self._take(event)
         return found
+
+    def _check_patience(self, missing: Sequence[AgentLink], until_s: float) -> None:
+        """Raise ConfigError if hosts did not answer in time, or their back end has written why they will not."""
+        if not self.launcher.ends_unreached and time.monotonic() > self._began_s + _SPOKEN_S:
+            for link in missing:
+                if link.words():
+                    raise self._refusal(HostEvent(link.node, "lost", link.words()))
+        if time.monotonic() > until_s:
+            names = ", ".join(link.host.name for link in missing[:_SHOWN])
+            raise ConfigError(
+                f"launch: {names} did not answer within {time.monotonic() - self._began_s:.0f} s; check that "
+                f"`{self.launcher.trial(missing[0].host)}` works"
+            )
 
     def _refusal(self, event: HostEvent) -> ShardwiseError:
         """Return the error for a host whose ranks were not started."""
@@ -279,7 +296,7 @@ class HostAgents:
                     self.links[event.node].is_over = True
         for link in self.links:
             link.hang_up()
-        until_s = time.monotonic() + _LEAVE_S
+        until_s = time.monotonic() + (_LEAVE_S if self.are_ordered else _UNUSED_S)
         while not all(link.has_ended() for link in self.links) and time.monotonic() < until_s:
             time.sleep(0.02)
         for link in self.links:
@@ -314,7 +331,10 @@ def run_on_hosts(job: ClusterJob, launcher: Launcher, console: Console, grace_s:
         try:
             agents.connect()
             agents.order_all(requests)
-            return agents.run(requests) if agents.links else 0
+            if not agents.are_ordered:
+                grace_s = 0
+                return _SIGNAL_CODE + requests.received[0]
+            return agents.run(requests)
         except BaseException:
             grace_s = 0
             raise

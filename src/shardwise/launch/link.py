@@ -28,8 +28,9 @@ from shardwise.launch.hosts import Host
 from shardwise.launch.messages import SILENCE_S, Message, decoded, encoded, lines, write_all
 from shardwise.launch.output import PipeTarget
 
-_WORDS_LINES = 20
+_WORDS_LINES = 60
 """Lines of the back end's own words that are kept."""
+_SHOWN_LINES = 4
 _LAST_S = 1.0
 _ORDER_S = 10.0
 """Seconds for an agent to read an order."""
@@ -167,8 +168,13 @@ class AgentLink:
             self._words.append(line.decode(errors="replace").rstrip())
 
     def words(self) -> str:
-        """Return the last words of the back end's program, as one line."""
-        return printable("; ".join(word.strip() for word in self._words if word.strip()))
+        """Return the last words of the back end's program as one line; those of ssh itself if there are any.
+
+        Open MPI adds a page of advice to the words of its ssh.
+        """
+        said = [word.strip() for word in list(self._words) if word.strip()]
+        of_ssh = [word for word in said if word.startswith("ssh: ")]
+        return printable("; ".join((of_ssh or said)[-_SHOWN_LINES:]))
 
     def failure(self, found: Message) -> RankFailure:
         """Return a failure that the agent reported, with its host, and its time by the launcher's clock.

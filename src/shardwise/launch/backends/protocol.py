@@ -27,6 +27,8 @@ class Launcher(Protocol):
     """A back end that starts an agent on each host."""
 
     name: str
+    ends_unreached: bool
+    """True if the program of the back end ends when it does not reach its host."""
 
     def check(self) -> None:
         """Check that the back end can be used here.
@@ -69,6 +71,8 @@ class CommandLauncher(ABC):
     """Program that reaches a host."""
     package = ""
     """Package of Debian that contains the program."""
+    ends_unreached = True
+    """True if the program ends when it does not reach its host."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self.arguments = tuple(arguments)
