@@ -246,7 +246,7 @@ def command(
     wants_local_rank = as_deepspeed and not no_local_rank
     made = RankProgram(kind, program, tuple(arguments or ()), wants_local_rank=wants_local_rank)
     _check_level(log_level)
-    if not is_program and not (ranks or hostfile or include or exclude or num_nodes):
+    if not is_program and not (ranks or hostfile or include or exclude or num_nodes or launcher):
         _check_order(program, arguments or ())
     choice = HostChoice(
         ranks, hostfile, include, exclude, num_nodes, node_rank, master_addr, master_port, launcher, launcher_args,

@@ -69,6 +69,11 @@ class RankProgram(NamedTuple):
     wants_local_rank: bool = False
     """True if ``--local_rank=N`` precedes the arguments, as scripts for older launchers expect."""
 
+    def words(self) -> list[str]:
+        """Return the program as the last words of the command line of ``shardwise launch``."""
+        flags = {"script": [], "module": ["-m"], "program": ["--no_python"]}[self.kind]
+        return [*flags, self.name, *self.arguments]
+
     def arguments_of(self, place: int) -> list[str]:
         """Return the arguments of the rank with local rank ``place``."""
         return [*([f"--local_rank={place}"] if self.wants_local_rank else []), *self.arguments]

@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from rich.console import Console
 from shardwise.base.errors import UsageError
 from shardwise.base.words import counted
 from shardwise.launch.backends import AGENTLESS, LAUNCHERS, launcher_of
+from shardwise.launch.backends.slurm import batch_script
 from shardwise.launch.cluster import ClusterJob, run_on_hosts
 from shardwise.launch.environment import SECRET
 from shardwise.launch.hosts import (
@@ -103,6 +105,15 @@ class RankOptions(NamedTuple):
     is_quiet: bool = False
     says: Callable[[Sequence[int]], None] | None = None
     """Function that is called with the process numbers of this host's ranks."""
+    words: tuple[str, ...] = ()
+    """Words after ``shardwise`` that start the job again; empty: those of ``shardwise launch``."""
+
+    def repeated(self) -> list[str]:
+        """Return the options as words of the command line of ``shardwise launch``."""
+        named = {"--logs": self.logs, "--bind_core_list": self.core_list}
+        words = [word for name, value in named.items() if value is not None for word in (name, str(value))]
+        flags = {"--as-deepspeed": self.as_deepspeed, "--bind_cores_to_rank": self.binds_cores}
+        return words + [name for name, is_set in flags.items() if is_set]
 
 
 class JobPlace(NamedTuple):
@@ -133,6 +144,9 @@ def place_of(choice: HostChoice, counts_devices: bool) -> JobPlace:
     """
     _check(choice)
     name = choice.launcher
+    if name == "slurm" and choice.renders:
+        count, ranks = choice.num_nodes or 1, choice.ranks or 1
+        return JobPlace([Host(f"host {number}", tuple(range(ranks))) for number in range(count)], False, name)
     if choice.hostfile is not None:
         hosts = _from_hostfile(choice, choice.hostfile)
         if name is None and choice.leaves_here:
@@ -299,6 +313,14 @@ def _start_agents(
     assert place.launcher is not None, "the caller has chosen a back end"
     launcher = launcher_of(place.launcher, _words(choice.launcher_args), choice.ssh_port)
     console = lasting_console(stderr=True)
+    if choice.renders and place.launcher == "slurm":
+        words = options.words or ("launch", *choice.words(), *options.repeated(), *program.words())
+        print(
+            batch_script(
+                [sys.executable, "-m", "shardwise", *words], len(place.hosts), len(place.hosts[0].slots)
+            )
+        )
+        return 0
     if choice.renders:
         print("\n".join(_comments(program, place, variables)))
         print(launcher.render(place.hosts))
@@ -340,16 +362,14 @@ def _words(text: str) -> list[str]:
 
 def _comments(program: RankProgram, place: JobPlace, variables: Mapping[str, str]) -> list[str]:
     """Return the content of the agents' orders as comments, with the names of variables but not their values."""
-    said = [
-        f"# {counted(place.world, 'rank')} on {counted(len(place.hosts), 'host')}: {shlex.join(_command_of(program))}"
-    ]
+    said = [f"# {counted(place.world, 'rank')} on {counted(len(place.hosts), 'host')}: {_shown(program)}"]
     said += [f"# every rank gets the variables {', '.join(sorted(variables))}"] if variables else []
     return [*said, "# each agent reads its order, with the job's secret, from its standard input:"]
 
 
-def _command_of(program: RankProgram) -> list[str]:
-    kind = {"script": ["python"], "module": ["python", "-m"], "program": []}[program.kind]
-    return [*kind, program.name, *program.arguments]
+def _shown(program: RankProgram) -> str:
+    words = [program.name, *program.arguments]
+    return shlex.join({"script": ["python"], "module": ["python", "-m"], "program": []}[program.kind] + words)
 
 
 def _say_where(console: Console, here: HostRanks) -> None:

@@ -122,14 +122,13 @@ def _hostnames(nodes: str) -> list[str]:
     return found.stdout.split()
 
 
-def batch_script(command: Sequence[str], nodes: int, ranks: int, arguments: Sequence[str]) -> str:
+def batch_script(command: Sequence[str], nodes: int, ranks: int) -> str:
     """Return a batch script that runs this launcher on the first host of its allocation.
 
     Args:
         command: The ``shardwise`` command that the script runs.
         nodes: Number of hosts.
         ranks: Number of ranks on each host.
-        arguments: Additional options of sbatch.
     """
     options = [
         f"--nodes={nodes}",
@@ -137,7 +136,6 @@ def batch_script(command: Sequence[str], nodes: int, ranks: int, arguments: Sequ
         f"--signal=TERM@{_WARNING_S}",
         "--requeue",
         "--open-mode=append",
-        *arguments,
     ]
     lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
     return "\n".join([*lines, f"exec {shlex.join(command)}"])
