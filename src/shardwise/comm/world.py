@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from shardwise.base.errors import ConfigError, UsageError
+from shardwise.base.errors import ConfigError, DeadlineError, UsageError
 from shardwise.comm.board import MessageBoard
 from shardwise.comm.collectives import Group
 from shardwise.comm.groups import (
@@ -45,7 +45,7 @@ from shardwise.comm.peers import PointToPoint
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous import handshake
 from shardwise.comm.rendezvous.address import HostRoute, find_route, is_public, main_address
-from shardwise.comm.rendezvous.connection import connect, serves
+from shardwise.comm.rendezvous.connection import connect, forget_secret, refused_hosts, serves
 from shardwise.comm.rendezvous.device import choose_device, identity_of
 from shardwise.comm.rendezvous.environment import prepare_for_groups
 from shardwise.comm.rendezvous.host_table import (
@@ -569,20 +569,39 @@ def _meet(
     prepare_for_groups(
         one_host, backend, seat.world_size, adopts, interface="" if route is None else route.interface
     )
+    private = handshake.private_folder(_private_candidates()) if one_host else None
     base = store
     if base is None and adopts:
         base = dist.distributed_c10d._get_default_store()
     if base is None:
-        base = connect(seat, route, policy.join_timeout_s, os.environ)
+        base = connect(seat, route, policy.join_timeout_s, os.environ, private, device.type == "cpu")
     # torchrun's agent serves one store for all restarts of its ranks.
     base = dist.PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
     me = handshake.identity(identity_of(device, os.environ.get("CUDA_VISIBLE_DEVICES")))
     me = described(me, device, route, one_host, seat.local_rank == 0)
     secret = os.environ.get("SHARDWISE_SECRET")
-    folder = handshake.private_folder(_private_candidates()) if one_host and not secret else None
-    met = handshake.meet(
-        base, seat.rank, seat.world_size, me, secret, folder, policy.join_timeout_s, partial(_refusal, policy)
-    )
+    folder = None if secret else private
+    try:
+        met = handshake.meet(
+            base,
+            seat.rank,
+            seat.world_size,
+            me,
+            secret,
+            folder,
+            policy.join_timeout_s,
+            partial(_refusal, policy),
+        )
+    except DeadlineError as error:
+        refused = refused_hosts(seat) if serves(seat, os.environ) else []
+        if not refused:
+            raise
+        raise DeadlineError(
+            f"{error}. The store's gate refused {', '.join(refused)}: ranks there have another SHARDWISE_SECRET than "
+            "this host, or none"
+        ) from None
+    if serves(seat, os.environ):
+        forget_secret(seat, private)
     # The store of a default group that an earlier join made counts its meetings anew.
     is_first = met.turn == 1 and not (adopts and is_made_here())
     if met.secret_from == "none" and seat.rank == 0 and is_first:

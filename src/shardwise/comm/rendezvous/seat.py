@@ -34,6 +34,8 @@ class JobSeat(NamedTuple):
     address: str
     port: int
     source: str
+    gives_port: bool = True
+    """False if ``port`` is a number that follows from the job, and not a port that somebody chose."""
 
 
 def find_seat(environment: Mapping[str, str]) -> JobSeat:
@@ -114,6 +116,7 @@ def _from_slurm(env: Mapping[str, str]) -> JobSeat | None:
         env.get("MASTER_ADDR") or first_host(nodes),
         _number(env, "MASTER_PORT", _port_of(env.get("SLURM_JOB_ID", "0") + env.get("SLURM_STEP_ID", "0"))),
         "SLURM",
+        "MASTER_PORT" in env,
     )
 
 
@@ -164,6 +167,7 @@ def _from_mpi(env: Mapping[str, str]) -> JobSeat | None:
         env.get("MASTER_ADDR", LOOPBACK if is_one_host else ""),
         _number(env, "MASTER_PORT", _port_of(job)),
         "MPI",
+        "MASTER_PORT" in env,
     )
 
 
