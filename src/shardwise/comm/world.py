@@ -45,7 +45,7 @@ from shardwise.comm.peers import PointToPoint
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous import handshake
 from shardwise.comm.rendezvous.address import HostRoute, find_route, is_public, main_address
-from shardwise.comm.rendezvous.connection import connect, forget_secret, refused_hosts, serves
+from shardwise.comm.rendezvous.connection import LIFE, connect, forget_secret, refused_hosts
 from shardwise.comm.rendezvous.device import choose_device, identity_of
 from shardwise.comm.rendezvous.environment import prepare_for_groups
 from shardwise.comm.rendezvous.host_table import (
@@ -575,8 +575,8 @@ def _meet(
         base = dist.distributed_c10d._get_default_store()
     if base is None:
         base = connect(seat, route, policy.join_timeout_s, os.environ, private, device.type == "cpu")
-    # torchrun's agent serves one store for all restarts of its ranks.
-    base = dist.PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", base)
+    # A program may hand over the store of torchrun's agent, which serves one for all restarts of its ranks.
+    base = dist.PrefixStore(f"life {os.environ.get(LIFE, '0')}", base)
     me = handshake.identity(identity_of(device, os.environ.get("CUDA_VISIBLE_DEVICES")))
     me = described(me, device, route, one_host, seat.local_rank == 0)
     secret = os.environ.get("SHARDWISE_SECRET")
@@ -593,14 +593,14 @@ def _meet(
             partial(_refusal, policy),
         )
     except DeadlineError as error:
-        refused = refused_hosts(seat) if serves(seat, os.environ) else []
+        refused = refused_hosts(seat) if seat.rank == 0 else []
         if not refused:
             raise
         raise DeadlineError(
             f"{error}. The store's gate refused {', '.join(refused)}: ranks there have another SHARDWISE_SECRET than "
             "this host, or none"
         ) from None
-    if serves(seat, os.environ):
+    if seat.rank == 0 and store is None and not adopts:
         forget_secret(seat, private)
     # The store of a default group that an earlier join made counts its meetings anew.
     is_first = met.turn == 1 and not (adopts and is_made_here())
@@ -622,7 +622,7 @@ def _meet(
             timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         )
         keep_with_default(met.store)
-        if store is None and serves(seat, os.environ):
+        if store is None and seat.rank == 0:
             # Not atexit, because ranks of shardwise.launch(function) never run its handlers.
             multiprocessing.util.Finalize(None, _end_of_job, (weakref.ref(met.store),), exitpriority=0)
     rows = rows_of(met.who, met.clocks)

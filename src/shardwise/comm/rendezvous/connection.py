@@ -7,7 +7,8 @@
 The secret is SHARDWISE_SECRET; on one host without it rank 0 draws one and leaves it, with its port, in a file in a
 folder that only this user may enter. Several hosts without it have no secret: the gate then detects accidents alone.
 
-A store of torchrun's agent is the agent's own: it listens where torchrun lets it, and has no gate.
+torchrun's agent serves a store that listens on every interface. The ranks take one text from it: the address and the
+port of rank 0's gate. A stranger who changes that text leads the ranks to a gate that cannot prove the secret.
 """
 
 import errno
@@ -35,6 +36,7 @@ from shardwise.comm.rendezvous.address import HostRoute, family_of
 from shardwise.comm.rendezvous.gate import DialRelay, GateRefused, Place
 from shardwise.comm.rendezvous.handshake import identity
 from shardwise.comm.rendezvous.seat import LOOPBACK, JobSeat
+from shardwise.comm.rendezvous.store import missing_keys
 
 _INNER = "127.0.0.2"
 """Loopback address of rank 0's own relay, which has the same port as torch's server on the usual one."""
@@ -45,6 +47,8 @@ _ANSWER_S = 5.0
 _KEY_BYTES = 32
 _FILE_BYTES = 1 << 12
 _BACKLOG = 1024
+LIFE = "TORCHELASTIC_RESTART_COUNT"
+"""Variable with the number of times that torchrun has started the ranks again; its agent serves one store for all."""
 
 
 class StoreAccess(NamedTuple):
@@ -59,6 +63,8 @@ class StoreAccess(NamedTuple):
     """Folder for the secret of a job on one host that has no SHARDWISE_SECRET."""
     in_thread: bool
     """True if the relay may be a thread of this process."""
+    any_port: bool = False
+    """True if rank 0 takes any free port, because it has another way to tell the others."""
 
     @property
     def path(self) -> Path | None:
@@ -82,11 +88,6 @@ class StoreAccess(NamedTuple):
 def is_under_agent(env: Mapping[str, str]) -> bool:
     """Return whether torchrun's agent serves the store."""
     return "TORCHELASTIC_RUN_ID" in env
-
-
-def serves(seat: JobSeat, env: Mapping[str, str]) -> bool:
-    """Return whether this rank serves the store."""
-    return seat.rank == 0 and not is_under_agent(env)
 
 
 def connect(
@@ -115,6 +116,7 @@ def connect(
     one_host = seat.local_size == seat.world_size
     under_agent = is_under_agent(env)
     address = LOOPBACK if one_host and not under_agent else seat.address if route is None else route.store
+    own = LOOPBACK if one_host else address if route is None or not under_agent else route.own
     if address == LOOPBACK and not _has_loopback():
         raise CommError(
             f"rank {seat.rank}: this host has no loopback interface ({LOOPBACK} cannot be bound), where ranks of one "
@@ -122,17 +124,18 @@ def connect(
         )
     secret = env.get("SHARDWISE_SECRET", "").encode()
     access = StoreAccess(
-        seat, address, timeout_s, secret, folder if one_host and not secret else None, in_thread
+        seat, own, timeout_s, secret, folder if one_host and not secret else None, in_thread, under_agent
     )
-    listens = serves(seat, env)
+    listens = seat.rank == 0
     try:
         if under_agent:
-            return _client(address, seat.port, timeout_s)
+            meeting = dist.PrefixStore(f"gate {env.get(LIFE, '0')}", _client(address, seat.port, timeout_s))
+            return _met_at_agent(access, meeting)
         return _served(access, env.get("SHARDWISE_STORE_FD")) if listens else _dialled(access)
     except (RuntimeError, dist.DistNetworkError, OSError) as error:
         advice = (
             ""
-            if listens
+            if listens and not under_agent
             else f"; rank 0, which serves it, has not come within {timeout_s:.0f} s or has ended"
         )
         raise CommError(
@@ -146,6 +149,8 @@ class _Served(NamedTuple):
     store: dist.Store
     control: int
     """Descriptor of the socket to the process of the gate, which ends when it is closed."""
+    place: Place
+    """Address and port of the gate."""
 
 
 _SERVED: dict[tuple[int, str, int], _Served] = {}
@@ -203,7 +208,7 @@ def _served(access: StoreAccess, descriptor: str | None) -> dist.Store:
             wait_for_workers=False,
             master_listen_fd=inner.detach(),
         )
-    _SERVED[named] = _Served(store, control)
+    _SERVED[named] = _Served(store, control, place)
     return store
 
 
@@ -217,6 +222,28 @@ def _dialled(access: StoreAccess) -> dist.Store:
         _DIALLED[named] = listener.getsockname()
         _run_relay(listener, place, secret, access.in_thread)
     return _client(*_DIALLED[named], access.timeout_s)
+
+
+def _met_at_agent(access: StoreAccess, meeting: dist.Store) -> dist.Store:
+    """Return the store behind rank 0's gate, whose place is a text in the store of torchrun's agent."""
+    named = (os.getpid(), access.address, access.seat.port)
+    if access.seat.rank == 0:
+        is_new = named not in _SERVED
+        store = _served(access, None)
+        if is_new:
+            meeting.set("place", json.dumps(_SERVED[named].place))
+        return store
+    if missing_keys(meeting, ["place"], access.timeout_s):
+        raise OSError(errno.ETIMEDOUT, "no word from rank 0 in the store of torchrun's agent")
+    try:
+        address, port = json.loads(bytes(meeting.get("place"))[:_FILE_BYTES])
+        seat = access.seat._replace(port=int(port), gives_port=True)
+        given = access._replace(seat=seat, address=str(address))
+    except (ValueError, TypeError) as error:
+        raise OSError(errno.EPROTO, "the text in the store of torchrun's agent is not an address") from error
+    if access.path is not None:
+        return _dialled(access)
+    return _dialled(given)
 
 
 def _client(address: str, port: int, timeout_s: float) -> dist.Store:
@@ -365,7 +392,8 @@ def _bound(access: StoreAccess, secret: bytes) -> socket.socket:
         OSError: if this host does not have the address, or no port is free.
     """
     family = family_of(access.address)
-    ports = [0] if access.path is not None and not access.seat.gives_port else access.ports(secret)
+    is_told = access.any_port or (access.path is not None and not access.seat.gives_port)
+    ports = [0] if is_told else access.ports(secret)
     for port in ports:
         place = socket.getaddrinfo(
             access.address, port, family, socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
