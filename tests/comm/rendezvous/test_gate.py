@@ -43,7 +43,7 @@ def listening(address: str = "127.0.0.1") -> socket.socket:
 class Echo:
     """A server that answers every byte, behind a gate that runs in a thread."""
 
-    def __init__(self, patience_s: float = 5.0) -> None:
+    def __init__(self) -> None:
         self.server = listening()
         self.door = listening()
         self.place = self.door.getsockname()
@@ -136,14 +136,13 @@ def test_visitors_that_say_nothing_are_sent_away(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gate, "_TICK_S", 0.05)
     monkeypatch.setattr(gate, "_VISITORS", 8)
     echo = Echo()
-    begin_s = time.monotonic()
     crowd = [socket.create_connection(echo.place) for _ in range(40)]
     dial(echo.place, SECRET, 5).close()
     for opened in crowd:
         opened.settimeout(5)
         with opened:
             assert opened.recv(1) == b""
-    assert echo.visits == 1 and time.monotonic() >= begin_s
+    assert echo.visits == 1
 
 
 def test_a_value_is_not_held_in_memory(echo: Echo) -> None:
@@ -220,7 +219,10 @@ def test_no_door_of_a_job_lets_a_stranger_of_this_host_in(seats: list[JobSeat]) 
     assert len(found) == 4, found
     words = [sys.executable, "-I", "-S", str(STRANGERS), "torch"]
     started = [
-        subprocess.Popen([*words, *map(str, place)], stdout=subprocess.PIPE, text=True) for place in found
+        subprocess.Popen(
+            [*words, *map(str, place)], env=os.environ | {"SILENCE_S": "1"}, stdout=subprocess.PIPE, text=True
+        )
+        for place in found
     ]
     said = [process.communicate(timeout=30)[0].strip() for process in started]
     assert "accepted" not in said and said.count("closed") >= 3, dict(zip(found, said, strict=True))
@@ -248,8 +250,9 @@ def test_a_host_with_another_secret_is_named(seats: list[JobSeat]) -> None:
     assert refused_hosts(seats[0]) == ["127.0.0.1"]
 
 
-def test_a_port_that_is_taken_is_passed_over() -> None:
+def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM and MPI name no port; one that followed from the job's number alone could be anybody's."""
+    monkeypatch.setattr(connection, "_SHORT_ANSWER_S", 0.1)
     seat = JobSeat(0, 2, 0, 2, "127.0.0.1", free_port(), "SLURM", gives_port=False)
     access = connection.StoreAccess(seat, "127.0.0.1", 1.0, b"s", None, True)
     ports = access.ports(b"s")

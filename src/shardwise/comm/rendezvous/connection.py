@@ -43,7 +43,8 @@ _INNER = "127.0.0.2"
 _PORTS = 8
 """Ports among which rank 0 takes the first free one if nobody names a port."""
 _LOWEST_PORT, _PORT_COUNT = 20_000, 12_000
-_ANSWER_S = 5.0
+_ANSWER_S, _SHORT_ANSWER_S = 5.0, 1.0
+"""Seconds to wait for each answer of a gate, at the only port where it may be and at one of several."""
 _KEY_BYTES = 32
 _FILE_BYTES = 1 << 12
 _BACKLOG = 1024
@@ -267,9 +268,12 @@ def _found_gate(access: StoreAccess) -> tuple[Place, bytes]:
     end_s = time.monotonic() + access.timeout_s
     pause_s, last, refused = 0.005, OSError("nothing answers"), ""
     while True:
-        for place, secret in _candidates(access):
+        candidates = _candidates(access)
+        # Among several ports a program that accepts connections and says nothing shall not take the time of the join.
+        patience_s = _ANSWER_S if len(candidates) == 1 else _SHORT_ANSWER_S
+        for place, secret in candidates:
             try:
-                gate.dial(place, secret, _ANSWER_S).close()
+                gate.dial(place, secret, patience_s).close()
                 return place, secret
             except GateRefused as error:
                 refused = str(error)
