@@ -185,12 +185,13 @@ def test_every_start_is_noted_with_versions_and_host(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.keep_start("shardwise train x.yaml", 2)
     (tmp_path / "again").mkdir()
-    folder.keep_start("shardwise train y.yaml", 4)
+    folder.keep_start("shardwise train y.yaml", 4, ["10.0.0.1", "10.0.0.2"])
     starts = json.loads((tmp_path / "run.json").read_text())["starts"]
     assert [(start["command"], start["ranks"]) for start in starts] == [
         ("shardwise train x.yaml", 2),
         ("shardwise train y.yaml", 4),
     ]
+    assert [start["hosts"] for start in starts] == [[], ["10.0.0.1", "10.0.0.2"]]
     assert starts[0]["versions"]["torch"] and starts[0]["host"] == socket.gethostname()
     (tmp_path / "run.json").write_text("[" * 100_000)
     folder.keep_start("shardwise train z.yaml", 1)

@@ -2,7 +2,7 @@
 
     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT    as torchrun sets them
     SHARDWISE_LAUNCHER=1       the ranks were started by this launcher
-    SHARDWISE_STORE_FD         rank 0: a socket that is bound to MASTER_ADDR:MASTER_PORT, for the store to listen on
+    SHARDWISE_STORE_FD         rank 0: a socket that is bound to MASTER_ADDR:MASTER_PORT, for the store's gate
     SHARDWISE_SECRET           random, of the job: the ranks seal their messages to one another with it
     NCCL_LAUNCH_ORDER_IMPLICIT=1   unless it is set: kernels of several communicators start in the order of the calls
                                (several of ours run at once; not measured yet)

@@ -144,8 +144,8 @@ CASES = {
 IN_SUITE = ("own_name_is_127.0.1.1", "store_name_is_unknown", "two_interfaces_one_is_chosen", "v6_alone")
 
 
-def exchanged(interface: str) -> tuple[float, str, list[str]]:
-    """Join, sum megabytes, and return the sum, gloo's interface and the listeners on every interface."""
+def exchanged(interface: str) -> tuple[float, str, list[str], tuple[str, ...]]:
+    """Join, sum megabytes, and return the sum, gloo's interface, all listeners and the addresses of the hosts."""
     import torch
     import torch.distributed as dist
 
@@ -156,7 +156,7 @@ def exchanged(interface: str) -> tuple[float, str, list[str]]:
     world = join(quiet=True, policy=policy)
     tensor = torch.full((1 << 18,), float(world.rank + 1))
     dist.all_reduce(tensor)
-    found = float(tensor[0]), os.environ["GLOO_SOCKET_IFNAME"], listeners()
+    found = float(tensor[0]), os.environ["GLOO_SOCKET_IFNAME"], listeners(), world.addresses
     dist.barrier()
     world.close()
     return found
@@ -187,7 +187,8 @@ def check(name: str) -> None:
             return
         for host, result in zip(hosts, found, strict=True):
             assert isinstance(result, tuple), (name, found)
-            total, interface, listening = result
+            total, interface, listening, at = result
+            assert at == tuple((each.v4 or each.v6)[f"{case.net}{each.number}"] for each in hosts)
             assert total == 3.0
             assert interface == f"{case.net}{host.number}"
             assert not [each for each in listening if set(each.split(":")[0]) == {"0"}], listening

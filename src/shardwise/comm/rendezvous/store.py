@@ -1,10 +1,10 @@
 """The store of a job: short texts under keys, each sealed with the job's secret.
 
-torch's TCPStore accepts every program that reaches its port, also one of another user on this host. So every value that
-Shardwise writes is HMAC-SHA256(key of the job, name of the value + value) followed by the value, and a value whose seal
-does not fit is refused by name. A stranger can still end a job, as whoever floods its port can, but cannot pass it a
-directory, a neighbour's memory or an error that no rank wrote. torch's own rendezvous (the addresses of gloo) uses the
-same class.
+A gate (gate.py) keeps programs without the secret away from torch's TCPStore, which accepts everyone. A store that the
+program hands over has no gate. So every value that Shardwise writes is HMAC-SHA256(key of the job, name of the value +
+value) followed by the value, and a value whose seal does not fit is refused by name. A stranger there can still end a
+job, but cannot pass it a directory, a neighbour's memory or an error that no rank wrote. torch's own rendezvous (the
+addresses of gloo) uses the same class.
 
 Cost: 32 bytes a value, and about 5 us to seal or to check it.
 """
