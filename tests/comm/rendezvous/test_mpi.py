@@ -38,3 +38,9 @@ def test_all_ranks_refuse_for_rank_0_s_reason(sent: list[Any]) -> None:
     for rank in (0, 1):
         with pytest.raises(ConfigError, match="this host has two addresses"):
             broadcast_address(rank, _refuse)
+
+
+def test_an_mpi4py_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ConfigError, match="mpi4py, which does not load here: .* Set MASTER_ADDR"):
+        broadcast_address(1, _refuse)

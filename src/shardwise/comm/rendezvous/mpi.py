@@ -13,10 +13,16 @@ def broadcast_address(rank: int, choose: Callable[[], str]) -> str:
         choose: Function that returns the address, called on rank 0.
 
     Raises:
-        ConfigError: on all ranks, if rank 0 has no such address.
+        ConfigError: on all ranks, if rank 0 has no such address; or if mpi4py does not load.
     """
-    from mpi4py import MPI
-
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # it loads the MPI library of the host, which may be another one
+        raise ConfigError(
+            f"MPI: the ranks would exchange the first host's address by mpi4py, which does not load here: {error}. Set "
+            "MASTER_ADDR to that address (mpirun -x MASTER_ADDR=...), or repair mpi4py (MPI4PY_MPIABI chooses between "
+            "libraries)"
+        ) from None
     found = ("", "")
     if rank == 0:
         try:
