@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, ShardwiseError
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous import address as addresses
 from shardwise.comm.rendezvous.address import (
@@ -136,6 +136,11 @@ CASES = {
         ),
         {"MASTER_ADDR": "node1"},
     ),
+    "store_is_on_another_host": Case(
+        lambda: namespaces(),
+        {"MASTER_ADDR": "10.213.7.2"},
+        says="this one has 127.0.0.1 (lo), 10.213.7.1 (cable1)",
+    ),
     "no_way": Case(lambda: namespaces(), {"MASTER_ADDR": "10.9.9.9"}, says="no way to the store at 10.9.9.9"),
     "v6_alone": Case(lambda: namespaces(versions=[6]), {}),
     "v6_alone_in_brackets": Case(lambda: namespaces(versions=[6]), {"MASTER_ADDR": "[fd00:213:7::1]"}),
@@ -144,7 +149,7 @@ CASES = {
 IN_SUITE = ("own_name_is_127.0.1.1", "store_name_is_unknown", "two_interfaces_one_is_chosen", "v6_alone")
 
 
-def exchanged(interface: str) -> tuple[float, str, list[str], tuple[str, ...]]:
+def exchanged(interface: str, timeout_s: float = 20) -> tuple[float, str, list[str], tuple[str, ...]]:
     """Join, sum megabytes, and return the sum, gloo's interface, all listeners and the addresses of the hosts."""
     import torch
     import torch.distributed as dist
@@ -152,7 +157,7 @@ def exchanged(interface: str) -> tuple[float, str, list[str], tuple[str, ...]]:
     from shardwise.comm.world import join
 
     torch.set_num_threads(1)
-    policy = CommPolicy(interface=interface, join_timeout_s=20, device="cpu")
+    policy = CommPolicy(interface=interface, join_timeout_s=timeout_s, device="cpu")
     world = join(quiet=True, policy=policy)
     tensor = torch.full((1 << 18,), float(world.rank + 1))
     dist.all_reduce(tensor)
@@ -179,10 +184,14 @@ def check(name: str) -> None:
     case = CASES[name]
     with case.hosts() as hosts:
         found: list[Any] = call_on(
-            hosts, exchanged, case.interface, **{"SHARDWISE_SECRET": "of both"} | case.env
+            hosts,
+            exchanged,
+            case.interface,
+            5 if case.says else 20,
+            **{"SHARDWISE_SECRET": "of both"} | case.env,
         )
         if case.says:
-            assert any(isinstance(each, ConfigError) and case.says in str(each) for each in found), found
+            assert any(isinstance(each, ShardwiseError) and case.says in str(each) for each in found), found
             assert all(isinstance(each, Exception) and "\n" not in str(each) for each in found), found
             return
         for host, result in zip(hosts, found, strict=True):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise.base.errors import CommError
+from shardwise.base.errors import CommError, DeadlineError
 from shardwise.comm.rendezvous import connection, gate
 from shardwise.comm.rendezvous.connection import connect, refused_hosts
 from shardwise.comm.rendezvous.gate import DialRelay, Gate, GateRefused, belongs_to, dial
@@ -36,7 +36,7 @@ def free_port() -> int:
 def listening(address: str = "127.0.0.1") -> socket.socket:
     opened = socket.socket()
     opened.bind((address, 0))
-    opened.listen(16)
+    opened.listen(64)
     return opened
 
 
@@ -270,6 +270,22 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_store_that_is_not_served_ends_in_time(seats: list[JobSeat]) -> None:
     with pytest.raises(CommError, match="rank 0, which serves it, has not come within 0 s"):
         connect(seats[1], None, 0.2, {"SHARDWISE_SECRET": "s"})
+
+
+def joined_with_a_secret_of_its_own() -> None:
+    """Join with a secret that the other host does not have."""
+    from shardwise.comm.policy import CommPolicy
+    from shardwise.comm.world import join
+
+    os.environ["SHARDWISE_SECRET"] = f"secret {os.environ['RANK']}"
+    join(quiet=True, policy=CommPolicy(join_timeout_s=1.5, device="cpu"))
+
+
+def test_both_hosts_name_the_one_with_another_secret() -> None:
+    with namespaces() as hosts:
+        first, second = call_on(hosts, joined_with_a_secret_of_its_own)
+    assert isinstance(second, CommError) and "rank 1 on host node2" in str(second), second
+    assert isinstance(first, DeadlineError) and "gate refused 10.213.7.2" in str(first), first
 
 
 STEPS = 300

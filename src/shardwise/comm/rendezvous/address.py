@@ -245,7 +245,7 @@ def selected(asked: str, present: Sequence[HostAddress]) -> HostAddress:
     if not found:
         raise ConfigError(
             f"comm.interface: this host has no interface and no address that fits {_short(asked)}; it has "
-            f"{_listed(present)}"
+            f"{listed(present)}"
         )
     return found[0]
 
@@ -272,7 +272,7 @@ def find_route(
     except OSError as error:
         raise ConfigError(
             f"comm: this host has no way to the store at {store}: {error.strerror or error}; it has "
-            f"{_listed(present)}. Give MASTER_ADDR an address that every host reaches"
+            f"{listed(present)}. Give MASTER_ADDR an address that every host reaches"
         ) from None
     if chosen is None:
         return HostRoute(store, on_the_way, interface_of(on_the_way), f"the way to {store}")
@@ -346,12 +346,13 @@ def _main_address(chosen: HostAddress | None, present: Sequence[HostAddress], wh
         except OSError:
             continue
     raise ConfigError(
-        f"comm: {why}, and nothing says which address the other hosts reach: it has {_listed(present)} and no default "
+        f"comm: {why}, and nothing says which address the other hosts reach: it has {listed(present)} and no default "
         "route. Set MASTER_ADDR to one of them, or comm.interface to an interface"
     )
 
 
-def _listed(present: Sequence[HostAddress]) -> str:
+def listed(present: Sequence[HostAddress]) -> str:
+    """Return addresses with their interfaces as text for an error."""
     shown = [f"{each.address} ({each.interface})" for each in present if "%" not in each.address]
     return ", ".join(shown[:16]) or "no address"
 

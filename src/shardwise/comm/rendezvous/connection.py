@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from shardwise.base.errors import CommError
 from shardwise.comm.rendezvous import gate
-from shardwise.comm.rendezvous.address import HostRoute, family_of
+from shardwise.comm.rendezvous.address import HostRoute, family_of, listed, own_addresses
 from shardwise.comm.rendezvous.gate import DialRelay, GateRefused, Place
 from shardwise.comm.rendezvous.handshake import identity
 from shardwise.comm.rendezvous.seat import LOOPBACK, JobSeat
@@ -134,11 +134,11 @@ def connect(
             return _met_at_agent(access, meeting)
         return _served(access, env.get("SHARDWISE_STORE_FD")) if listens else _dialled(access)
     except (RuntimeError, dist.DistNetworkError, OSError) as error:
-        advice = (
-            ""
-            if listens and not under_agent
-            else f"; rank 0, which serves it, has not come within {timeout_s:.0f} s or has ended"
-        )
+        advice = f"; rank 0, which serves it, has not come within {timeout_s:.0f} s or has ended"
+        if listens and not under_agent:
+            advice = ""
+            if getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+                advice = f"; rank 0 must run on the host with this address, and this one has {listed(own_addresses())}"
         raise CommError(
             f"rank {seat.rank}: cannot reach the store at {address}:{seat.port} (from {seat.source}){advice}: {error}"
         ) from error
@@ -192,6 +192,8 @@ def _served(access: StoreAccess, descriptor: str | None) -> dist.Store:
     with listener, inner:
         key = secrets.token_bytes(_KEY_BYTES)
         is_signed = door is not None and gate.sign(inner, key)
+        # The gate may be dialled before torch's server runs, and a signed socket ignores a refusal without a signature.
+        inner.listen(_BACKLOG)
         control = _start(
             [listener],
             {"is_gate": True, "place": inner.getsockname(), "key": key.hex() if is_signed else ""},
@@ -199,6 +201,8 @@ def _served(access: StoreAccess, descriptor: str | None) -> dist.Store:
         )
         if door is not None and is_signed:
             _run_relay(door, place, secret, access.in_thread)
+        elif door is not None:
+            door.close()
         port = inner.getsockname()[1]
         store = dist.TCPStore(
             _INNER if is_signed else LOOPBACK,

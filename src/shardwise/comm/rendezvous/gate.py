@@ -468,6 +468,11 @@ def main(descriptor: int) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # a reader of the rank's output shall not wait for this process
         os.dup2(nowhere, stream)
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two for each connection of a rank
     control = socket.socket(fileno=descriptor)
     text = b""
     while not text.endswith(b"\n"):

@@ -93,7 +93,8 @@ def _versions(reads_code: bool) -> list[str]:
         root = Path(__file__).parents[2]
         found.append(f"code {_digest(root, sorted(root.rglob('*.py')))}")
         program = getattr(sys.modules.get("__main__"), "__file__", None)
-        if program and not Path(program).is_relative_to(root):
+        # What an installation writes for a command names the folder of the installation, which may differ.
+        if program and program.endswith(".py") and not Path(program).is_relative_to(root):
             found.append(f"program {Path(program).name} {_digest(Path(program).parent, [Path(program)])}")
     return found
 

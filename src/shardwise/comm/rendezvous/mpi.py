@@ -17,7 +17,10 @@ def broadcast_address(rank: int, choose: Callable[[], str]) -> str:
     """
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # it loads the MPI library of the host, which may be another one
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # it loads the MPI library of the host, which may be another one
         raise ConfigError(
             f"MPI: the ranks would exchange the first host's address by mpi4py, which does not load here: {error}. Set "
             "MASTER_ADDR to that address (mpirun -x MASTER_ADDR=...), or repair mpi4py (MPI4PY_MPIABI chooses between "
