@@ -528,7 +528,14 @@ def _adopted() -> JobSeat:
     # The program may have met at another place than the one that the environment names: it decides interfaces alone.
     address = found.address if found.world_size == size else ""
     return JobSeat(
-        dist.get_rank(), size, found.local_rank, local, address, found.port, "torch's existing default group"
+        dist.get_rank(),
+        size,
+        found.local_rank,
+        local,
+        address,
+        found.port,
+        "torch's existing default group",
+        False,
     )
 
 
@@ -579,37 +586,14 @@ def _meet(
     base = dist.PrefixStore(f"life {os.environ.get(LIFE, '0')}", base)
     me = handshake.identity(identity_of(device, os.environ.get("CUDA_VISIBLE_DEVICES")))
     me = described(me, device, route, one_host, seat.local_rank == 0)
-    secret = os.environ.get("SHARDWISE_SECRET")
-    folder = None if secret else private
-    try:
-        met = handshake.meet(
-            base,
-            seat.rank,
-            seat.world_size,
-            me,
-            secret,
-            folder,
-            policy.join_timeout_s,
-            partial(_refusal, policy),
-        )
-    except DeadlineError as error:
-        refused = refused_hosts(seat) if seat.rank == 0 else []
-        if not refused:
-            raise
-        raise DeadlineError(
-            f"{error}. The store's gate refused {', '.join(refused)}: ranks there have another SHARDWISE_SECRET than "
-            "this host, or none"
-        ) from None
+    met = _shake_hands(base, seat, me, private, policy)
     if seat.rank == 0 and store is None and not adopts:
         forget_secret(seat, private)
     # The store of a default group that an earlier join made counts its meetings anew.
     is_first = met.turn == 1 and not (adopts and is_made_here())
-    if met.secret_from == "none" and seat.rank == 0 and is_first:
-        _log.warning(
-            "the job's store is open to every program that reaches %s: give all ranks one SHARDWISE_SECRET in their "
-            "environment",
-            f"{seat.address}:{seat.port}" if seat.address and not adopts else "it",
-        )
+    rows = rows_of(met.who, met.clocks)
+    if seat.rank == 0 and is_first:
+        _warn(seat, met, rows)
     watch = Watchdog(seat.rank, met.who, met.store, f"shardwise/{met.word}/watch")
     if not adopts:
         dist.init_process_group(
@@ -625,12 +609,40 @@ def _meet(
         if store is None and seat.rank == 0:
             # Not atexit, because ranks of shardwise.launch(function) never run its handlers.
             multiprocessing.util.Finalize(None, _end_of_job, (weakref.ref(met.store),), exitpriority=0)
-    rows = rows_of(met.who, met.clocks)
-    if seat.rank == 0 and is_first:
-        for sentence in (*differences(met.who), *clock_warnings(rows)):
-            _log.warning("%s", sentence)
     board = MessageBoard(seat.rank, met.store, met.word, watch, range(seat.world_size))
     return _Meeting(board, numbered([each.host for each in met.who]), rows, is_first)
+
+
+def _shake_hands(
+    base: dist.Store, seat: JobSeat, me: handshake.RankIdentity, private: Path | None, policy: CommPolicy
+) -> handshake.HandshakeResult:
+    """Return the result of the handshake at ``base``; an error of rank 0 names the hosts that its gate refused."""
+    secret = os.environ.get("SHARDWISE_SECRET")
+    folder, timeout_s = None if secret else private, policy.join_timeout_s
+    try:
+        return handshake.meet(
+            base, seat.rank, seat.world_size, me, secret, folder, timeout_s, partial(_refusal, policy)
+        )
+    except DeadlineError as error:
+        refused = refused_hosts(seat) if seat.rank == 0 else []
+        if not refused:
+            raise
+        raise DeadlineError(
+            f"{error}. The store's gate refused {', '.join(refused)}: ranks there have another SHARDWISE_SECRET than "
+            "this host, or none"
+        ) from None
+
+
+def _warn(seat: JobSeat, met: handshake.HandshakeResult, rows: Sequence[HostRow]) -> None:
+    """Log what rank 0 finds doubtful about the hosts of the job."""
+    if met.secret_from == "none":
+        _log.warning(
+            "the job's store is open to every program that reaches %s: give all ranks one SHARDWISE_SECRET in their "
+            "environment",
+            f"{seat.address}:{seat.port}" if seat.address and seat.gives_port else "it",
+        )
+    for sentence in (*differences(met.who), *clock_warnings(rows)):
+        _log.warning("%s", sentence)
 
 
 def _refusal(policy: CommPolicy, who: Sequence[handshake.RankIdentity]) -> str:

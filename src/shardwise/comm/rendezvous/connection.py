@@ -53,7 +53,7 @@ LIFE = "TORCHELASTIC_RESTART_COUNT"
 
 
 class StoreAccess(NamedTuple):
-    """What a rank needs to reach the store."""
+    """Place and secret of the store, as one rank needs them to reach it."""
 
     seat: JobSeat
     address: str
