@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -184,6 +184,32 @@ def test_every_collective_over_hosts(ranks: Any, hosts: tuple[int, ...], kind: s
     assert len({each.bits["sum"] for each in (*found, *again)}) == 1
     for name, times in (("all_reduce", 2), ("reduce_scatter", 1), ("all_gather", 2), ("broadcast 0", 1)):
         assert {each.counted[name] for each in found} == {times * 8 * elements * (size - 1)}, name
+
+
+_LEFT_OUT: dict[str, Any] = {"_across": MagicMock(), "_spread": lambda *arguments: None}
+
+
+def without(world: World, hosts: tuple[int, ...], part: str) -> list[str]:
+    """Return the collectives that differ from their definitions if a part of the transport is missing."""
+    group, _ = transport_over(world, hosts)
+    with patch.object(group.transport, part, _LEFT_OUT[part]):
+        failures = collectives(world, hosts, 3000).failures
+    return [failure.partition(":")[0] for failure in failures]
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong"),
+    [
+        ("_spread", {0: ["broadcast 2", "broadcast 3"], 2: ["broadcast 0", "broadcast 1"]}),
+        ("_across", {rank: ["all_reduce", "odd"] for rank in range(4)}),
+    ],
+    ids=["parts of a host that only their carriers have", "sums that never cross"],
+)
+def test_a_step_that_is_left_out_is_seen(ranks: Any, part: str, wrong: dict[int, list[str]]) -> None:
+    """The comparisons of ``collectives`` fail where the transport lacks one of its steps."""
+    found = ranks(4).run(without, (0, 0, 1, 1), part)
+    for rank, names in wrong.items():
+        assert {*names} <= {*found[rank]}, found
 
 
 def moved(world: World, hosts: tuple[int, ...], elements: int) -> dict[str, tuple[int, int]]:
