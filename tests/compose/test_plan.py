@@ -262,3 +262,17 @@ def test_what_leaves_a_host_is_printed_with_the_plan() -> None:
     )
     one = make_plan(spec, Mesh(dp_shard=4), policies._replace(exchanges={}))
     assert len(one.notes) == 1
+
+
+def test_what_leaves_a_host_at_stage_0_is_printed_with_the_plan() -> None:
+    """Half of an all-reduce over two hosts is a gather and half a sum, of each of which a host sends half."""
+    exchanges = {"dp_shard": GradientExchange("auto", 4, 2)}
+    policies = PlanPolicies(
+        ZeroPolicy(stage=0), PipelinePolicy(), PrecisionPolicy(), lambda name: 0, exchanges=exchanges
+    )
+    plan = make_plan(described(2), Mesh(dp_shard=4), policies)
+    sent = sum(bucket.elements for unit in plan.own.units for bucket in unit.buckets) * 4
+    assert plan.notes[1:] == (
+        f"zero.stage 0: all-reduces sum gradients along 'dp_shard' over 2 hosts; {bytes_text(sent)} leave a host for "
+        "each sum of all Units",
+    )

@@ -2,7 +2,8 @@
 
     transport   the collectives of a group: shared memory between CPU ranks of one host; two levels between CPU ranks
                 of several hosts (two_levels.py), shared memory within each host and gloo across; else a group of torch
-    wire        the messages of two ranks: shared memory between CPU ranks of one host, else torch's messages
+    wire        the messages of two ranks: shared memory if all ranks of their group are CPU ranks of one host, else
+                torch's messages
 
 Groups of the same ranks share a transport, whose collectives run in one order. Collectives beside the main thread use
 another transport, under the name of their *lane*. Memory, descriptors and groups of torch end with ``release``.
@@ -269,14 +270,14 @@ class WorldLinks:
             kin: All groups of this kind, in one order on all ranks.
         """
         wires: dict[int, Wire] = {}
-        shares = self._is_on_cpu and policy.transport != "torch"
+        # A wait for a message of torch does not continue sends through shared memory, so all wires are of one kind.
+        shares = self._is_on_cpu and policy.transport != "torch" and not different_hosts(group.hosts)
         for ranks in (group.ranks,) if self._is_on_cpu else kin or (group.ranks,):
             size = len(ranks)
             # All ranks go through the pairs in one order: of those that wait to meet, the first can always proceed.
             for low, high in sorted({(min(i, (i + 1) % size), max(i, (i + 1) % size)) for i in range(size)}):
                 if low != high:
-                    is_near = not group.hosts or group.hosts[low] == group.hosts[high]
-                    wire = self._wire(ranks[low], ranks[high], shares and is_near, policy)
+                    wire = self._wire(ranks[low], ranks[high], shares, policy)
                     if ranks == group.ranks and wire is not None and group.index in (low, high):
                         wires[high if group.index == low else low] = wire
         if self._backend == "gloo" and group.size > 3:  # otherwise all ranks are neighbours

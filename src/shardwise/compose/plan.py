@@ -49,6 +49,7 @@ from shardwise.parallel.zero.cost import widths_of
 from shardwise.parallel.zero.policy import ZeroPolicy
 from shardwise.plan.action import Action
 from shardwise.plan.exchange import GradientExchange
+from shardwise.plan.exchange_calls import crossing_bytes
 from shardwise.plan.lists import is_inside
 from shardwise.plan.mesh import DENSE, Mesh, StateAxes
 from shardwise.plan.norm_numbers import GUARD_NUMBERS, count_phase_numbers
@@ -201,6 +202,7 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0
         *_notes_of_partition(spec, mesh, policies.pipeline),
         *why,
         *_notes_of_hosts(classes.values()),
+        *_notes_of_whole_sums(classes.values(), policies.exchanges),
         *_notes_of_later(spec, classes),
     )
     plan = Plan(mesh, registry, classes, rank, notes, exchanges, policies.tokens, spec.experts_of)
@@ -588,6 +590,33 @@ def _notes_of_partition(spec: ModelSpec, mesh: Mesh, policy: PipelinePolicy) -> 
             if found
             else f"pipeline.partition: measured: there is no {policy.seconds} yet, so stages are cut by parameters; "
             "the second step is measured and written there, and the next run cuts by it"
+        )
+
+
+def _notes_of_whole_sums(
+    classes: Iterable[RankClass], exchanges: Mapping[str, GradientExchange]
+) -> Iterator[str]:
+    """Yield what CPU ranks send to other hosts to sum gradients that every rank keeps whole.
+
+    Args:
+        classes: The classes of ranks.
+        exchanges: The ranks of each axis as they lie on hosts.
+    """
+    crossing: Counter[tuple[str, int]] = Counter()
+    for each in classes:
+        for unit, strategy in zip(each.units, each.strategies, strict=True):
+            lying = exchanges.get(strategy.axes[1], GradientExchange())
+            if strategy.cuts_master or lying.hosts == 1 or lying.is_native:
+                continue
+            for bucket in unit.buckets:
+                if bucket.key.trained:
+                    wire = (bucket.key.reduce_dtype or bucket.key.dtype).itemsize
+                    sent = crossing_bytes("all_reduce", bucket.elements, wire, lying.hosts)
+                    crossing[strategy.axes[1], lying.hosts] += sent
+    for (axis, hosts), nbytes in crossing.items():
+        yield (
+            f"zero.stage 0: all-reduces sum gradients along {axis!r} over {hosts} hosts; {bytes_text(nbytes)} leave a "
+            "host for each sum of all Units"
         )
 
 
