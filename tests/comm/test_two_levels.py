@@ -233,6 +233,7 @@ def moved(world: World, hosts: tuple[int, ...], elements: int) -> dict[str, tupl
         for target, name, share in (
             (across, "all_reduce", lambda each: 2 * each[0].nbytes * peers // (peers + 1)),
             (across, "broadcast", lambda each: each[0].nbytes * (each[1] == transport._host) * peers),
+            (across, "gather", lambda each: each[0][0].nbytes * peers),
             (across, "all_to_all", lambda each: each[1].nbytes * peers // (peers + 1)),
             (flat, "all_reduce", lambda each: 1 << 40),
             (flat, "broadcast", lambda each: 1 << 40),

@@ -25,7 +25,7 @@ from shardwise.comm.policy import CommPolicy
 from shardwise.comm.rendezvous.hosts import different_hosts, grid_of
 from shardwise.comm.shared_memory import SharedMemoryTransport, SharedMemoryUnavailable
 from shardwise.comm.shared_ring import meet
-from shardwise.comm.transports import TorchTransport, Transport
+from shardwise.comm.transports import MESSAGE_BYTES, TorchTransport, Transport
 from shardwise.comm.two_levels import TwoLevelTransport
 from shardwise.memory.leftovers import LEFTOVERS
 
@@ -151,25 +151,28 @@ class WorldLinks:
             found = self._shared_memory(ranks, ranks.index(self._rank), policy)
             if found is not None:
                 return found
-        flat = self._torch_transport(ranks, lane)
+        flat = self._torch_transport(ranks, lane, MESSAGE_BYTES if hosts else 0)
         if policy.transport == "torch" or len({*hosts}) in (0, len(ranks)):
             return flat
         assert flat is not None, "this rank is in the group"
         across, within = grid_of(ranks, hosts)
         here = next(each for each in within if self._rank in each)
         column = next((each for each in across if self._rank in each), ())
-        return TwoLevelTransport(
-            ranks.index(self._rank),
-            hosts,
-            self.transport(here, (here,), policy, lane),
-            self.transport(column, (column,), policy, lane, range(len(column))),
-            flat,
-        )
+        near = self.transport(here, (here,), policy, lane)
+        far = self.transport(column, (column,), policy, lane, range(len(column)))
+        assert far is None or isinstance(far, TorchTransport), "one rank on each host"
+        return TwoLevelTransport(ranks.index(self._rank), hosts, near, far, flat)
 
-    def _torch_transport(self, ranks: tuple[int, ...], lane: str) -> Transport | None:
+    def _torch_transport(self, ranks: tuple[int, ...], lane: str, message_bytes: int = 0) -> Transport | None:
         """Return the transport of ``ranks`` over a new group of torch.
 
-        Returns None on a rank that is not in the group and only takes part in making it.
+        Args:
+            ranks: Ranks of the group.
+            lane: Name of the lane.
+            message_bytes: Largest message to another rank in bytes; 0: messages are not cut.
+
+        Returns:
+            The transport; None on a rank that is not in the group and only takes part in making it.
         """
         group = self._torch_group(ranks, lane, self._backend)
         if self._rank not in ranks:
@@ -185,6 +188,7 @@ class WorldLinks:
             self._device,
             self._board.raise_verdict,
             partial(self._host_group, ranks, lane) if beside else None,
+            message_bytes,
         )
 
     def _host_group(self, ranks: tuple[int, ...], lane: str, timeout_s: float) -> dist.ProcessGroup | None:

@@ -16,10 +16,11 @@ Shapes: every tensor is flat; with N ranks a shard has 1/N of the elements of th
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,11 @@ from shardwise.base.errors import CommError
 from shardwise.comm.flights import DONE, Communicator, PendingCollective
 from shardwise.plan.exchange import PIECE_BYTES
 
+MESSAGE_BYTES = 256 << 10
+"""Largest message between hosts. Larger ones, in both directions of one connection of gloo, took up to twice as long on
+a cable of 100 Mbit/s (benchmarks/hosts)."""
+_IN_FLIGHT = 4
+"""Pieces of one exchange between hosts that are under way at once."""
 _SLICE_S = 0.25
 """Interval in seconds at which a thread that waits inside torch checks whether it waits in vain."""
 
@@ -154,6 +160,17 @@ def _scatter_call() -> Callable[..., Any]:
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class _Piece(NamedTuple):
+    """The exchange of a piece that is under way."""
+
+    work: Any
+    """Work object of torch."""
+    sent: Tensor
+    """What leaves, which must not change until the work has ended."""
+    received: Tensor
+    """What arrives."""
+
+
 class TorchTransport:
     """Collectives of torch.distributed on one process group.
 
@@ -167,6 +184,7 @@ class TorchTransport:
         host_group: Function that makes and returns the group for host tensors of ranks on devices, called with the
             seconds to wait for the other ranks, by all ranks of the group together, before their first collective of a
             host tensor; None: ``group`` carries host tensors too.
+        message_bytes: Largest message to another rank in bytes; 0: messages are not cut. Only with ``composed``.
     """
 
     def __init__(
@@ -178,8 +196,10 @@ class TorchTransport:
         device: torch.device | None = None,
         alarm: Callable[[], None] | None = None,
         host_group: Callable[[float], dist.ProcessGroup | None] | None = None,
+        message_bytes: int = 0,
     ):
         self._group = group
+        self._message_bytes = message_bytes
         self._make_host_group = host_group
         self._host_group: dist.ProcessGroup | None = None
         self._is_closed = False
@@ -202,11 +222,25 @@ class TorchTransport:
         parts = output.view(len(self._ranks), -1)
         if parts[self._index].data_ptr() != shard.data_ptr():
             parts[self._index].copy_(shard)
+        return self.gather(parts.unbind(), timeout_s)
+
+    def gather(self, parts: Sequence[Tensor], timeout_s: float) -> PendingCollective:
+        """Copy part i of equal ``parts`` from rank i, by broadcasts in flight together.
+
+        The ranks' pieces take turns, so that bytes leave and arrive at the same time.
+        """
+        pieces = [self._cut(part) for part in parts]
         works = [
-            dist.broadcast(part, src=rank, group=self._group_of(output, timeout_s), async_op=True)
-            for part, rank in zip(parts, self._ranks, strict=True)
+            dist.broadcast(piece, src=rank, group=self._group_of(piece, timeout_s), async_op=True)
+            for turn in zip(*pieces, strict=True)
+            for piece, rank in zip(turn, self._ranks, strict=True)
         ]
-        return self._waiting(works, timeout_s, output)
+        return self._waiting(works, timeout_s, parts[0])
+
+    def _cut(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the pieces of a flat tensor that travel as messages of their own."""
+        step = max(self._message_bytes // tensor.itemsize, 1)
+        return tensor.split(step) if self._message_bytes and tensor.numel() > step else (tensor,)
 
     def reduce_scatter(
         self, shard_out: Tensor, full: Tensor, timeout_s: float, what: str, accumulate: bool = False
@@ -245,19 +279,47 @@ class TorchTransport:
         """Run all-to-alls in bounded pieces, then sum in rank order, so that every transport returns the same bits."""
         ranks = len(self._ranks)
         parts = full.view(ranks, -1)
-        piece = max(PIECE_BYTES // (ranks * full.itemsize), 1)
-        for start in range(0, parts.shape[1], piece):
-            sent = parts[:, start : start + piece]
-            received = sent.new_empty(sent.shape)
-            work = dist.all_to_all_single(
-                received, sent.contiguous(), group=self._group_of(sent, timeout_s), async_op=True
-            )
-            self._wait([work], timeout_s, sent)
-            total = shard_out[start : start + piece]
+        piece_bytes = min(PIECE_BYTES, ranks * self._message_bytes or PIECE_BYTES)
+        piece = max(piece_bytes // (ranks * full.itemsize), 1)
+
+        def start(begin: int) -> _Piece:
+            sent = parts[:, begin : begin + piece].contiguous()
+            received = torch.empty_like(sent)
+            group = self._group_of(sent, timeout_s)
+            return _Piece(dist.all_to_all_single(received, sent, group=group, async_op=True), sent, received)
+
+        def add(begin: int, received: Tensor) -> None:
+            total = shard_out[begin : begin + piece]
             if accumulate:
                 total.add_(sum_in_order(received, torch.empty_like(total)) if ranks > 1 else received[0])
             else:
                 sum_in_order(received, total)
+
+        self._in_turns(range(0, parts.shape[1], piece), start, add, timeout_s)
+
+    def _in_turns(
+        self,
+        numbers: Sequence[int],
+        start: Callable[[int], "_Piece"],
+        end: Callable[[int, Tensor], None],
+        timeout_s: float,
+    ) -> None:
+        """Exchange pieces one after another; between hosts several are under way at once.
+
+        Args:
+            numbers: Numbers of the pieces.
+            start: Function that starts the exchange of a piece.
+            end: Function that uses what has arrived.
+            timeout_s: Seconds to wait for the other ranks in each piece.
+        """
+        under_way: deque[tuple[int, _Piece]] = deque()
+        for number in (*numbers, *[-1] * _IN_FLIGHT):
+            if number >= 0:
+                under_way.append((number, start(number)))
+            if under_way and (number < 0 or len(under_way) == (_IN_FLIGHT if self._message_bytes else 1)):
+                first, piece = under_way.popleft()
+                self._wait([piece.work], timeout_s, piece.received)
+                end(first, piece.received)
 
     def all_reduce(self, tensor: Tensor, timeout_s: float, what: str) -> PendingCollective:
         """Sum ``tensor`` over the ranks in place."""
@@ -269,15 +331,22 @@ class TorchTransport:
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float, what: str) -> PendingCollective:
         """Copy ``tensor`` from the rank with index ``root``."""
-        work = dist.broadcast(
-            tensor, src=self._ranks[root], group=self._group_of(tensor, timeout_s), async_op=True
-        )
-        return self._waiting([work], timeout_s, tensor)
+        works = [
+            dist.broadcast(
+                piece, src=self._ranks[root], group=self._group_of(tensor, timeout_s), async_op=True
+            )
+            for piece in self._cut(tensor)
+        ]
+        return self._waiting(works, timeout_s, tensor)
 
     def all_to_all(
         self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float, what: str
     ) -> PendingCollective:
         """Send parts of ``sent`` to each rank and receive into ``output``."""
+        largest = max(map(max, counts)) * sent.itemsize
+        if self._message_bytes and largest > self._message_bytes:
+            self._all_to_all_in_pieces(output, sent, counts, timeout_s)
+            return DONE
         work = dist.all_to_all_single(
             output,
             sent,
@@ -287,6 +356,36 @@ class TorchTransport:
             async_op=True,
         )
         return self._waiting([work], timeout_s, sent)
+
+    def _all_to_all_in_pieces(
+        self, output: Tensor, sent: Tensor, counts: Sequence[Sequence[int]], timeout_s: float
+    ) -> None:
+        """Exchange as ``all_to_all`` does, in messages of up to ``message_bytes``; all ranks find the same pieces."""
+        me, others = self._index, [rank for rank in range(len(counts)) if rank != self._index]
+        step = max(self._message_bytes // sent.itemsize, 1)
+        leaving = sent.split(list(counts[me]))
+        arriving = output.split([row[me] for row in counts])
+        arriving[me].copy_(leaving[me])
+
+        def sizes(row: Sequence[int], begin: int) -> list[int]:
+            return [0 if rank == me else min(max(count - begin, 0), step) for rank, count in enumerate(row)]
+
+        def start(begin: int) -> _Piece:
+            packed = torch.cat([leaving[rank][begin : begin + step] for rank in others])
+            come = sizes([row[me] for row in counts], begin)
+            received = packed.new_empty(sum(come))
+            group = self._group_of(sent, timeout_s)
+            work = dist.all_to_all_single(
+                received, packed, come, sizes(counts[me], begin), group=group, async_op=True
+            )
+            return _Piece(work, packed, received)
+
+        def copy(begin: int, received: Tensor) -> None:
+            places = [arriving[rank][begin : begin + step] for rank in others]
+            for place, found in zip(places, received.split([len(each) for each in places]), strict=True):
+                place.copy_(found)
+
+        self._in_turns(range(0, max(map(max, counts)), step), start, copy, timeout_s)
 
     def barrier(self, timeout_s: float, what: str) -> PendingCollective:
         """Wait until all ranks have arrived."""

@@ -38,7 +38,7 @@ from torch import Tensor
 from shardwise.comm.collectives import Group
 from shardwise.comm.flights import DONE, PendingCollective
 from shardwise.comm.rendezvous.hosts import grid_of, levels_of
-from shardwise.comm.transports import Transport, sum_in_order
+from shardwise.comm.transports import TorchTransport, Transport, sum_in_order
 from shardwise.memory.streams import beside, run_beside
 from shardwise.plan.exchange import PIECE_BYTES
 from shardwise.plan.exchange_calls import Purpose
@@ -67,7 +67,7 @@ class TwoLevelTransport:
         index: int,
         hosts: Sequence[int],
         within: Transport | None,
-        across: Transport | None,
+        across: TorchTransport | None,
         flat: Transport,
     ):
         indices = tuple(range(len(hosts)))
@@ -104,8 +104,8 @@ class TwoLevelTransport:
 
         def finish() -> None:
             gather(every[self._host])
+            coming.wait()
             for host, row in enumerate(every):
-                coming[host].wait()
                 if host != self._host:
                     gather(row)
 
