@@ -94,10 +94,7 @@ class TwoLevelTransport:
         mine = every[self._host, self._place]
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
-        coming = [
-            across.broadcast(row[self._place], host, timeout_s, what) or DONE
-            for host, row in enumerate(every)
-        ]
+        coming = across.gather([row[self._place] for row in every], timeout_s)
 
         def gather(row: Tensor) -> None:
             _end(within.all_gather(row.view(-1), row[self._place], timeout_s, what))
