@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shardwise.base.errors import ConfigError
+from shardwise.comm import links
 from shardwise.comm.collectives import Group
 from shardwise.comm.policy import CommPolicy
 from shardwise.comm.trace import Traffic
@@ -184,6 +185,20 @@ def test_every_collective_over_hosts(ranks: Any, hosts: tuple[int, ...], kind: s
     assert len({each.bits["sum"] for each in (*found, *again)}) == 1
     for name, times in (("all_reduce", 2), ("reduce_scatter", 1), ("all_gather", 2), ("broadcast 0", 1)):
         assert {each.counted[name] for each in found} == {times * 8 * elements * (size - 1)}, name
+
+
+def in_pieces(world: World, hosts: tuple[int, ...]) -> list[str]:
+    """Run every collective over new transports whose messages between hosts have at most 125 elements."""
+    fresh = links.WorldLinks(world.rank, world.members, world.device, world.backend, world.board, False)
+    with patch.object(links, "MESSAGE_BYTES", 1000), patch.object(world, "links", fresh):
+        failures = collectives(world, hosts, 300).failures
+    fresh.release()
+    return failures
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 0, 1), (0, 1)])
+def test_messages_between_hosts_are_cut(ranks: Any, hosts: tuple[int, ...]) -> None:
+    assert ranks(len(hosts)).run(in_pieces, hosts) == [[]] * len(hosts)
 
 
 _LEFT_OUT: dict[str, Any] = {"_across": MagicMock(), "_spread": lambda *arguments: None}
