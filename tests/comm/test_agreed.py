@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.base.errors import CommError, PlanError, ShardwiseError
-from shardwise.comm import peers, watch
+from shardwise.comm import peers
 from shardwise.comm.agreed import MessageHeaders
 from shardwise.comm.collectives import Group
 from shardwise.comm.peers import TorchWire
 from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
+from shardwise.comm.watching import watch
 from shardwise.comm.world import World
 from shardwise.parallel.expert.module import MixtureOfExperts
 from shardwise.parallel.expert.policy import RouterPolicy

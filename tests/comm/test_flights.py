@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.errors import CommError, DeadlineError
-from shardwise.comm import flights, watch
+from shardwise.comm import flights
 from shardwise.comm.collectives import Group
 from shardwise.comm.rendezvous.handshake import RankIdentity
 from shardwise.comm.rendezvous.store import SealedStore
 from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.transports import TorchTransport
-from shardwise.comm.watch import Watchdog
+from shardwise.comm.watching import watch
+from shardwise.comm.watching.watch import Watchdog
 
 META = torch.device("meta")
 

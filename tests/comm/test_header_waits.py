@@ -19,7 +19,7 @@ from shardwise.base.errors import DeadlineError
 from shardwise.comm.world import World
 from tests.accelerator import pretend
 from tests.comm.test_strict import DEVICE
-from tests.comm.test_watch import quickly, stuck_in_a_read
+from tests.comm.watching.test_watch import quickly, stuck_in_a_read
 from tests.ranks import RankPool
 
 LIMIT_S = 35.0

@@ -9,7 +9,8 @@ from shardwise.base.errors import UsageError
 from shardwise.comm.rendezvous.handshake import RankIdentity
 from shardwise.comm.rendezvous.store import SealedStore
 from shardwise.comm.step_clock import StepClock
-from shardwise.comm.watch import AwaitedTexts, Watchdog
+from shardwise.comm.watching.questions import AwaitedTexts
+from shardwise.comm.watching.watch import Watchdog
 
 
 def test_the_first_step_has_ten_times_the_deadline() -> None:

@@ -6,12 +6,20 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import DataError
-from shardwise.observe.metrics import ClickRecord, MetricsFile, StepRecord, exposed_columns, read
+from shardwise.observe.metrics import (
+    ClickRecord,
+    MetricsFile,
+    StepRecord,
+    exposed_columns,
+    read,
+    slowest_columns,
+)
+from shardwise.observe.stragglers import SlowestRank
 
 BEFORE = "step,loss,val_loss,grad_norm,lr,tokens,tokens_per_s,step_s,memory,flops,pf_days,mfu"
 HEADER = f"{BEFORE},forward_s,backward_s,update_s,loss_scale,expert_load,expert_drops,router_entropy"
 HEADER += ",memory_allocated,memory_reserved,stalled,resumed_from"
-HEADER += ",exposed_s,exposed_dp_s,exposed_tp_s,exposed_pp_s,exposed_ep_s"
+HEADER += ",exposed_s,exposed_dp_s,exposed_tp_s,exposed_pp_s,exposed_ep_s,slowest_rank,slowest_phase"
 
 
 def write(path: Path, steps: range, resume_step: int = 0, loss: float = 1.0) -> None:
@@ -42,7 +50,7 @@ def test_a_loss_that_is_not_a_number_is_kept(tmp_path: Path) -> None:
 def test_columns_are_in_the_promised_order_and_absent_numbers_are_empty(tmp_path: Path) -> None:
     with closing(MetricsFile(tmp_path / "metrics.csv")) as metrics:
         metrics.write(StepRecord(7, 2.5, grad_norm=1.0))
-    assert (tmp_path / "metrics.csv").read_text() == f"{HEADER}\n7,2.5,,1.0,,,,,,,,,,,,,,,,,,,,,,,,\n"
+    assert (tmp_path / "metrics.csv").read_text() == f"{HEADER}\n7,2.5,,1.0,,,,,,,,,,,,,,,,,,,,,,,,,,\n"
 
 
 def test_numpy_numbers_are_written_as_plain_ones(tmp_path: Path) -> None:
@@ -124,7 +132,7 @@ def test_a_click_through_model_has_columns_of_its_own(tmp_path: Path) -> None:
         for record in records:
             metrics.write(record)
     assert read(path) == records
-    assert path.read_text().splitlines()[2].endswith(",10,12,2,,,,,,,,,,,,")
+    assert path.read_text().splitlines()[2].endswith(",10,12,2,,,,,,,,,,,,,,")
     assert [record.validation for record in records] == [None, 0.45]
     with closing(MetricsFile(path, 1, ClickRecord)):
         assert read(path) == records[:1]
@@ -170,3 +178,17 @@ def test_exposed_seconds_have_a_column_for_each_axis_of_the_mesh() -> None:
     }  # fmt: skip
     assert exposed_columns({}) == {}, "nothing was measured"
     assert exposed_columns({"world": 0.5}) == {"exposed_s": 0.5}
+
+
+def test_the_slowest_rank_and_its_phase_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    record = StepRecord(1, 2.0, **slowest_columns(SlowestRank(3, "reading", 1.3, 0.1)))
+    with closing(MetricsFile(path)) as file:
+        file.write(record)
+    assert read(path) == [record] and path.read_text().endswith(",3,reading\n")
+    path.write_text(path.read_text().replace("reading", "sleeping"))
+    with pytest.raises(
+        DataError, match="slowest_phase is 'sleeping', expected one of reading, computing, waiting"
+    ):
+        read(path)
+    assert slowest_columns(None) == {}

@@ -47,6 +47,7 @@ def train(request: CommandRequest) -> int:
     world = join(policy=config.comm)
     check_snapshot(request.memory_snapshot, world.device.type)
     folder = RunFolder(Path(config.output_dir))
+    world.record_in(folder.flight)
     console = lasting_console(quiet=world.rank != 0)
     start = folder.start_from(request.resume)
     # Our launcher already copies rank 0's output into its log, except output to a terminal, which it does not read.

@@ -12,6 +12,7 @@ step.png           the lanes of rank 0 in the last step, foreseen and measured
 tensorboard/       the same as TensorBoard events
 checkpoints/       step_00000200/ and so on
 logs/              rank_00000.log and so on
+flight/            rank_00000.ring and so on: the last events of every rank, for shardwise doctor
 profile/           torch traces, with --profile
 cache/             tokenised text, packed clicks
 run.json           versions, host, process and command line of every start
@@ -76,6 +77,11 @@ class RunFolder:
     def logs(self) -> Path:
         """Folder of the ranks' logs."""
         return self.root / "logs"
+
+    @property
+    def flight(self) -> Path:
+        """Folder of the ranks' rings of records."""
+        return self.root / "flight"
 
     @property
     def profile(self) -> Path:

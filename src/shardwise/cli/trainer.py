@@ -39,7 +39,7 @@ from shardwise.data.batched import Watch
 from shardwise.engine.engine import Engine
 from shardwise.engine.fit.foresee import examine_step
 from shardwise.engine.step.end import StepResult
-from shardwise.observe.metrics import Record, Sink, exposed_columns
+from shardwise.observe.metrics import Record, Sink, exposed_columns, slowest_columns
 from shardwise.observe.progress import count_text
 from shardwise.plan.placement import Tier
 from shardwise.plan.plan import bytes_by_tier
@@ -441,6 +441,7 @@ class Trainer(ABC):
         columns: dict[str, Any] = {
             **trace.seconds()._asdict(),
             **exposed_columns(trace.waits.seconds()),
+            **slowest_columns(self.engine.slowest_rank),
             "stalled": waited_s / step_s,
         }
         record = self.record(result, step_s, weights is not None)._replace(**columns)

@@ -28,7 +28,8 @@ import torch.distributed as dist
 from shardwise.base.errors import CommError, DeadlineError
 from shardwise.base.words import named_ranks
 from shardwise.comm.rendezvous.store import missing_keys
-from shardwise.comm.watch import AwaitedTexts, Watchdog
+from shardwise.comm.watching.questions import AwaitedTexts
+from shardwise.comm.watching.watch import Watchdog
 
 _SLICE_S = 0.05
 """Interval in seconds at which a thread that waits for texts checks the verdict."""

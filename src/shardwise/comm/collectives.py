@@ -9,7 +9,7 @@ Shapes: every tensor is flat; with N ranks a shard has 1/N of the elements of th
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from shardwise.comm.flights import DONE, PendingCollective
 from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.transports import Transport
+from shardwise.comm.watching.recorder import NOWHERE, CallPlace, RecordedGroup, ranges_text
 from shardwise.plan.exchange import GradientExchange, Widths
 from shardwise.plan.exchange_calls import Operation, Purpose
 
@@ -60,6 +61,8 @@ class Group:
     """Number of each rank's host; empty: all ranks are on one host."""
     levels: "Levels | None" = None
     """The groups across hosts and within this host, for sums of gradients; None: none are made."""
+    _records: RecordedGroup | None = field(default=None, init=False, repr=False)
+    """The group in the records of this rank; None before the first collective."""
 
     @classmethod
     def alone(cls, axis: str) -> "Group":
@@ -251,12 +254,13 @@ class Group:
         self.clock.maybe_delay()
         timeout_s, step = self.clock.timeout_s, self.clock.step
         name, members = (self._name, operation, what), self.names or self.ranks
+        place = self._recorded(operation, full, elements, what)
         if self.clock.met is not None:
             self.clock.meet(members)
         explained = partial(self._explained, operation=operation, what=what, step=step, timeout_s=timeout_s)
         # On a device the start waits for nobody, but a collective of host tensors may run in its start.
         mark = None if meter is None or not full.is_cpu else self.clock.mark_wait()
-        self.clock.begin_wait(name, None, members)
+        self.clock.begin_wait(name, None, members, place)
         try:
             pending = start(self.transport, timeout_s)
         except (RuntimeError, CommError) as error:
@@ -267,13 +271,11 @@ class Group:
             meter.end(self.axis, mark)
         if pending is None:
             return DONE
-        flight = (
-            None if pending.communicator is None else self.clock.follow(pending, name, explained, members)
-        )
+        flight = self.clock.follow(pending, name, explained, members, place)
 
         def finish() -> None:
             mark = None if meter is None else self.clock.mark_wait()
-            self.clock.begin_wait(name, None, members)
+            self.clock.begin_wait(name, None, members, place)
             try:
                 if mark is None:
                     pending.wait()
@@ -291,6 +293,17 @@ class Group:
                 self.clock.check_intact()
 
         return PendingCollective(finish)
+
+    def _recorded(self, operation: Operation, full: Tensor, elements: int, what: str) -> CallPlace:
+        """Record the start of a collective, and return its place in the records."""
+        recorder = self.clock.recorder
+        if recorder is None:
+            return NOWHERE
+        if self._records is None:
+            self._records = recorder.group_of(
+                self.transport, f"ranks {ranges_text(self.names or self.ranks)}"
+            )
+        return recorder.start(self._records, operation, full.dtype, elements, what)
 
     def meet(self) -> None:
         """Wait until all ranks of the group have reached the engine call that this rank is in."""

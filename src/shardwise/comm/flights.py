@@ -1,7 +1,7 @@
 """Flights: collectives that a device runs while the host goes on.
 
 A wait for a collective of device tensors makes the current stream wait and returns, so the host cannot measure it. The
-watch's thread (watch.py) checks each second:
+watch's thread (watching/watch.py) checks each second:
 
     started    check torch's work object                it holds its tensors, as its caller does until ``wait``
     waited for check an event behind it in the stream   holds nothing, so no temporary lives longer than its step
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.errors import CommError, DeadlineError
+from shardwise.comm.watching.recorder import NOWHERE, CallPlace
 from shardwise.memory.streams import passed
 
 _ABORT_S = 30.0
@@ -80,6 +81,7 @@ class InFlightCollective:
         communicator: Communicator of the works.
         members: Ranks of the job that take part.
         call: Collective call of the engine in which the flight started.
+        place: Group and number of the collective in the records.
     """
 
     __slots__ = (
@@ -90,6 +92,7 @@ class InFlightCollective:
         "limit_s",
         "members",
         "patience",
+        "place",
         "since_s",
         "what",
     )
@@ -104,7 +107,9 @@ class InFlightCollective:
         communicator: Communicator,
         members: tuple[int, ...] = (),
         call: str = "",
+        place: CallPlace = NOWHERE,
     ):
+        self.place = place
         self.what = what
         self.members = members
         self.call = call

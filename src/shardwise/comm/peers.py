@@ -38,6 +38,7 @@ from shardwise.comm.faults import cause_of, is_late
 from shardwise.comm.flights import DONE, Communicator, PendingCollective
 from shardwise.comm.groups import backend_for
 from shardwise.comm.shared_ring import CollectiveCall, GroupRings, RingLayout
+from shardwise.comm.watching.recorder import NOWHERE, CallPlace, RecordedGroup
 from shardwise.plan.exchange_calls import Purpose
 
 RING = RingLayout(ranks=2, slots=64, slot_bytes=256 << 10)
@@ -104,6 +105,8 @@ class PointToPoint:
             if isinstance(wire, TorchWire) and wire.agrees
         }
         self._ahead: deque[_PostedReceive] = deque()
+        self._records: dict[tuple[int, int], RecordedGroup] = {}
+        """Messages in the records of this rank, by sender and receiver."""
 
     @property
     def agrees(self) -> bool:
@@ -148,7 +151,8 @@ class PointToPoint:
         self.group.clock.maybe_delay()
         agreed = self._agreed.get(to)
         is_known = agreed is not None and agreed.outward.is_known(what, like, header)
-        with self._explaining("send", to, what) as call:
+        place = self._recorded("send", to, what)
+        with self._explaining("send", to, what, place) as call:
             for other in self._wires.values():
                 other.advance()
             held = [each for each in flat if each.numel()]
@@ -156,7 +160,7 @@ class PointToPoint:
                 pending = agreed.wire.post(held, call, outward=True)
             else:
                 pending = wire.send(header, held, call)
-        waiting = self._followed(pending, "send", to, what)
+        waiting = self._followed(pending, "send", to, what, place)
         if waiting is DONE:
             return DONE
         self._sending.append(waiting)
@@ -182,9 +186,10 @@ class PointToPoint:
         if agreed is None or header is None:
             return False
         text, tensors = self._opened(header, source, what)
-        with self._explaining("receive", source, what) as call:
+        place = self._recorded("receive", source, what)
+        with self._explaining("receive", source, what, place) as call:
             pending = agreed.wire.post([each for each in tensors if each.numel()], call, outward=False)
-        pending = self._followed(pending, "receive", source, what)
+        pending = self._followed(pending, "receive", source, what, place)
         self._ahead.append(_PostedReceive(source, what, like, ReceivedMessage(text, tensors), pending))
         return True
 
@@ -218,11 +223,12 @@ class PointToPoint:
             return [each for each in found[0].tensors if each.numel()]
 
         mark = self._mark()
-        with self._explaining("receive", source, said) as call:
+        place = self._recorded("receive", source, said)
+        with self._explaining("receive", source, said, place) as call:
             self._advance()
             pending = wire.receive(call, allocate, self._advance)
         self._measured(mark)
-        self._followed(pending, "receive", source, said).wait()
+        self._followed(pending, "receive", source, said, place).wait()
         return found[0]
 
     def _opened(self, header: bytes, source: int, what: str | None) -> tuple[str, list[Tensor]]:
@@ -315,8 +321,21 @@ class PointToPoint:
         for itemsize, elements in by_size.items():
             self.group.traffic.add("send", purpose, elements, itemsize, 2, what, self.group.axis)
 
+    def _recorded(self, operation: str, index: int, what: str) -> CallPlace:
+        """Record the start of a message, and return its place in the records."""
+        recorder, here = self.group.clock.recorder, self.group.index
+        if recorder is None:
+            return NOWHERE
+        ends = (here, index) if operation == "send" else (index, here)
+        found = self._records.get(ends)
+        if found is None:
+            names = self.group.names or self.group.ranks
+            name = f"messages from rank {names[ends[0]]} to rank {names[ends[1]]}"
+            found = self._records[ends] = recorder.group(name)
+        return recorder.start(found, operation, None, 0, what)
+
     def _followed(
-        self, pending: PendingCollective, operation: str, index: int, what: str
+        self, pending: PendingCollective, operation: str, index: int, what: str, place: CallPlace
     ) -> PendingCollective:
         if pending is DONE:
             return DONE
@@ -328,11 +347,12 @@ class PointToPoint:
                 self._waits_for(operation, index, what),
                 lambda error: self._explained(error, operation, index, what, step, timeout_s),
                 self._ends(index),
+                place,
             )
 
         def finish() -> None:
             mark = self._mark()
-            with self._explaining(operation, index, what):
+            with self._explaining(operation, index, what, place):
                 pending.wait()
             self._measured(mark)
             if flight is not None:
@@ -359,11 +379,13 @@ class PointToPoint:
         return names[self.group.index], names[index]
 
     @contextlib.contextmanager
-    def _explaining(self, operation: str, index: int, what: str) -> Iterator[CollectiveCall]:
+    def _explaining(
+        self, operation: str, index: int, what: str, place: CallPlace
+    ) -> Iterator[CollectiveCall]:
         clock, timeout_s = self.group.clock, self.group.clock.timeout_s
         clock.check_intact()
         give_up = getattr(self._wires.get(index), "give_up", None)
-        clock.begin_wait(self._waits_for(operation, index, what), give_up, self._ends(index))
+        clock.begin_wait(self._waits_for(operation, index, what), give_up, self._ends(index), place)
         try:
             yield CollectiveCall(operation, what, timeout_s)
         except (RuntimeError, CommError) as error:

@@ -4,7 +4,8 @@
     given     comm.timeout_s
     first     ten times as long in the first step of a process, in which kernels are compiled
 
-The clock also tells the watch (watch.py) of each wait, and the meter (wait_meter.py) of the waits of the computation.
+The clock also tells the watch (watching/watch.py) of each wait, the recorder (watching/recorder.py) of each step, and
+the meter (wait_meter.py) of the waits of the computation.
 
 Cost: one median of at most 32 numbers a step.
 """
@@ -21,7 +22,9 @@ from shardwise.base.errors import CommError, UsageError
 from shardwise.comm.flights import InFlightCollective, PendingCollective
 from shardwise.comm.policy import FIRST_STEP_S, LONGEST_WAIT_S, PATIENCE_S
 from shardwise.comm.wait_meter import WaitMeter
-from shardwise.comm.watch import WaitLimits, Watchdog, advice
+from shardwise.comm.watching.recorder import NOWHERE, CallPlace, Recorder
+from shardwise.comm.watching.waits import WaitLimits, advice
+from shardwise.comm.watching.watch import Watchdog
 
 _STEPS = 32
 """Number of steps in the median."""
@@ -45,9 +48,11 @@ class StepClock:
         watch: Watchdog | None = None,
         meet: Callable[[tuple[int, ...], str, float], None] | None = None,
     ):
-        self.step = 0
+        self._step = 0
         self.steps_done = 0
         self.watch = watch
+        self.recorder: Recorder | None = None if watch is None else watch.recorder
+        """Recorder of this rank; None if nothing is recorded."""
         self.meter: WaitMeter | None = None
         """Meter of the waits of the computation; None if nobody measures them."""
         self._timeout_s = timeout_s
@@ -62,6 +67,17 @@ class StepClock:
         self.met: set[tuple[int, ...]] | None = None
         """Ranks that have met in the main thread's current call; None outside a call that begins with a meeting."""
         self._tell_patience()
+
+    @property
+    def step(self) -> int:
+        """Number of the step that the ranks are in."""
+        return self._step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._step = number
+        if self.recorder is not None:
+            self.recorder.step = number
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -90,6 +106,8 @@ class StepClock:
 
     def step_ended(self) -> None:
         """Record the end of a step."""
+        if self.recorder is not None:
+            self.recorder.step_ended()
         now = time.monotonic()
         if self.steps_done:
             self._step_s.append(now - self._ended_s)
@@ -153,6 +171,7 @@ class StepClock:
         what: tuple[Any, ...],
         give_up: Callable[[], None] | None = None,
         members: tuple[int, ...] = (),
+        place: CallPlace = NOWHERE,
     ) -> None:
         """Record that the calling thread waits for other ranks, until ``end_wait``.
 
@@ -160,11 +179,12 @@ class StepClock:
             what: (rank, operation, tensor) of the wait.
             give_up: Function that wakes a thread that waits inside torch.
             members: Ranks of the job that take part.
+            place: Group and number of what is waited for, in the records.
         """
         if self.watch is not None:
             is_auto = isinstance(self._timeout_s, str)
             patience_s, standstill_s = self._patience_s
-            self.watch.begin((*what, self.step), patience_s, is_auto, standstill_s, give_up, members)
+            self.watch.begin((*what, self.step), patience_s, is_auto, standstill_s, give_up, members, place)
 
     def end_wait(self) -> None:
         """Record that the calling thread waits no longer."""
@@ -200,6 +220,7 @@ class StepClock:
         what: tuple[Any, ...],
         explain: Callable[[Exception], CommError],
         members: tuple[int, ...] = (),
+        place: CallPlace = NOWHERE,
     ) -> InFlightCollective | None:
         """Give a collective on a device, which runs while the host goes on, the deadline of a wait.
 
@@ -208,6 +229,7 @@ class StepClock:
             what: (rank, operation, tensor) of the wait.
             explain: Function that turns an error into ours.
             members: Ranks of the job that take part.
+            place: Group and number of the collective in the records.
 
         Returns:
             The flight; None without a watch.
@@ -224,6 +246,7 @@ class StepClock:
             pending.communicator,
             members,
             self.call,
+            place,
         )
         self.watch.flights.add(flight)
         return flight
@@ -232,6 +255,17 @@ class StepClock:
         """Raise the error of a collective that failed or was late on the device; later numbers there are undefined."""
         if self.watch is not None:
             self.watch.raise_failure()
+
+    def tell_slow(self, rank: int, phase: str, words: str) -> None:
+        """Keep the rank that has become slow for ``shardwise doctor``.
+
+        Args:
+            rank: The rank.
+            phase: ``reading`` or ``computing``.
+            words: Sentence on the rank.
+        """
+        if self.watch is not None:
+            self.watch.tell_slow(rank, phase, words)
 
     def condemn(self, words: str) -> None:
         """End all communication of all ranks, with ``words`` as the reason."""

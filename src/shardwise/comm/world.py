@@ -68,7 +68,8 @@ from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.transports import TorchTransport
 from shardwise.comm.two_levels import TwoLevels
-from shardwise.comm.watch import Watchdog
+from shardwise.comm.watching.rings import remove_old
+from shardwise.comm.watching.watch import FlightFolder, Watchdog
 from shardwise.plan.exchange import Asked, GradientExchange
 from shardwise.plan.exchange_calls import LEVELS
 from shardwise.plan.mesh import Mesh
@@ -329,6 +330,11 @@ class World:
             kin: As in ``group_among``.
         """
         return self.links.peers(group, policy, kin)
+
+    def record_in(self, folder: Path) -> None:
+        """Let the records of this rank lie in ``folder``; called before the first engine is built."""
+        if self.board.watch is not None:
+            self.board.watch.record_in(folder)
 
     def next_engine(self) -> int:
         """Return a number for an engine, the same on every rank that builds its engines in the same order."""
@@ -594,7 +600,8 @@ def _meet(
     rows = rows_of(met.who, met.clocks)
     if seat.rank == 0 and is_first:
         _warn(seat, met, rows)
-    watch = Watchdog(seat.rank, met.who, met.store, f"shardwise/{met.word}/watch")
+    prefix = f"shardwise/{met.word}/watch"
+    watch = Watchdog(seat.rank, met.who, met.store, prefix, _flight_folder(met.word))
     if not adopts:
         dist.init_process_group(
             backends(device, backend),
@@ -655,6 +662,18 @@ def _end_of_job(store: "weakref.ref[SealedStore]") -> None:
     served = store()
     if served is not None:
         say_farewell(root_of(served))
+
+
+def _flight_folder(word: str) -> FlightFolder:
+    """Return the folder of the ranks' rings: that of the job's logs, or one in a folder of the user's own."""
+    given = os.environ.get("SHARDWISE_FLIGHT")
+    if given:
+        return FlightFolder(Path(given), is_temporary=False)
+    own = handshake.private_folder(_private_candidates())
+    if own is None:
+        return FlightFolder(None, is_temporary=True)
+    remove_old(own / "flight")
+    return FlightFolder(own / "flight" / word[:16], is_temporary=True)
 
 
 def _private_candidates() -> list[Path]:

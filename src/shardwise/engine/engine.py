@@ -199,7 +199,8 @@ class Engine(StateAccess):
             raise self._saves.restore(error) from None
 
     def _step_ended(self, result: StepResult) -> None:
-        self.monitor.note(result, self.trace, self.loss_scale, summary_of(self.expert_tallies().values()))
+        experts = summary_of(self.expert_tallies().values())
+        self.monitor.note(result, self.trace, self.loss_scale, experts, self.slowest_rank)
         for callback in self.on_step:
             callback(self, result)
 

@@ -11,6 +11,7 @@
     SHARDWISE_FAILURE          file to which the rank writes its failure
     SHARDWISE_CORES            processor cores that the rank binds itself to
     SHARDWISE_INTERFACE        the interface that the launcher chose on several hosts; comm.interface overrides it
+    SHARDWISE_FLIGHT           folder of the ranks' records, beside their logs
     CUDA_VISIBLE_DEVICES       the host's chosen slots, if slots were chosen
 
 On one host all traffic stays on the loopback interface: gloo and NCCL otherwise pick the first interface that the
@@ -33,11 +34,12 @@ _FAILURE = "SHARDWISE_FAILURE"
 SECRET = "SHARDWISE_SECRET"
 _CORES = "SHARDWISE_CORES"
 _INTERFACE = "SHARDWISE_INTERFACE"
+FLIGHT = "SHARDWISE_FLIGHT"
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Variables that set torch's allocator of devices, which reads them at its first allocation."""
-_OURS = frozenset({JOB, STORE_FD, _LAUNCHER, _LAUNCHER_PID, _FAILURE, SECRET, _CORES, _INTERFACE})
+_OURS = frozenset({JOB, STORE_FD, _LAUNCHER, _LAUNCHER_PID, _FAILURE, SECRET, _CORES, _INTERFACE, FLIGHT})
 
 
 class LaunchJob(NamedTuple):

@@ -184,6 +184,16 @@ def write(failure: RankFailure, path: str | os.PathLike[str]) -> None:
     fresh.replace(path)
 
 
+def kept_path(log: Path) -> Path:
+    """Return the file that keeps the failure of the rank with the log file ``log``."""
+    return log.with_suffix(".failure.json")
+
+
+def kept_in(logs: Path) -> list[Path]:
+    """Return the files of a folder of logs that keep failures."""
+    return sorted(logs.glob("rank_*.failure.json"))
+
+
 def read(path: str | os.PathLike[str], rank: int, time_s: float) -> RankFailure:
     """Read the record that :func:`write` left.
 

@@ -37,7 +37,7 @@ from shardwise.base.errors import ConfigError, UsageError
 from shardwise.base.words import in_words, named_ranks, printable
 from shardwise.comm.rendezvous.address import family_of
 from shardwise.launch.as_deepspeed import names_of_deepspeed
-from shardwise.launch.environment import SECRET, LaunchJob, cores, is_in_job, of_rank
+from shardwise.launch.environment import FLIGHT, SECRET, LaunchJob, cores, is_in_job, of_rank
 from shardwise.launch.failure import RankFailure
 from shardwise.launch.hosts import SLOT_LIMIT, HostRanks
 from shardwise.launch.output import JobOutput
@@ -215,11 +215,13 @@ class RankProcesses:
         return cause.code
 
     def _keep(self, failure: RankFailure) -> None:
-        """Append a failure to its rank's log."""
+        """Append a failure to its rank's log, and keep its record beside the log, for ``shardwise doctor``."""
         log = self.output.log_of(failure.rank)
         if log is not None:
             with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(failure.traceback or failure.headline + "\n")
+            with contextlib.suppress(OSError):  # a full disk: the log has it
+                failures.write(failure, failures.kept_path(log))
 
     def _finish_stop(self, asked: signal.Signals) -> int:
         """Wait, after the first rank has stopped on request, for the others, which may still be writing."""
@@ -353,7 +355,7 @@ def run(
         if here.first == 0:
             here = here._replace(port=_bind(store, here))
             reporter.listens_at(here.port)
-        job = _job_of(here, Path(folder), cores_of, dict(exports or {}), as_deepspeed)
+        job = _job_of(here, Path(folder), cores_of, _flight_of(logs) | dict(exports or {}), as_deepspeed)
         watch = RankProcesses(job, output, reporter)
         stack.enter_context(requests.listening())
         stack.callback(output.close, 1.0)
@@ -373,6 +375,11 @@ def check_script(program: RankProgram) -> None:
     """Raise UsageError if the program is a script that does not exist."""
     if program.kind == "script" and not os.path.exists(program.name):
         raise UsageError(f"launch: there is no script {program.name!r} here, in {os.getcwd()}")
+
+
+def _flight_of(logs: str | os.PathLike[str] | None) -> dict[str, str]:
+    """Return the variable that names the folder of the ranks' records, beside their logs; none without logs."""
+    return {} if logs is None else {FLIGHT: str(Path(logs).resolve() / "flight")}
 
 
 def _flush_output() -> None:

@@ -20,11 +20,12 @@ import fcntl
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, get_type_hints
+from typing import IO, Any, NamedTuple, Protocol, get_args, get_type_hints
 
 from shardwise.base.errors import DataError
 from shardwise.base.regular_files import open_regular, read_small_file
 from shardwise.base.words import in_words
+from shardwise.observe.stragglers import SlowestRank, SlowPhase
 
 _LIMIT_BYTES = 1 << 30
 """Largest size of a metrics file that is read: five million steps."""
@@ -101,6 +102,13 @@ class StepRecord(NamedTuple):
     exposed_ep_s: float | None = None
     """The part of ``exposed_s`` for ranks with other experts. Waits over several axes together, such as the norm over
     all ranks that share a model, count in ``exposed_s`` alone."""
+    slowest_rank: int | None = None
+    """Rank whose reading and computing took longest in the step before, compared with ranks of the same pipeline stage;
+    beyond 512 ranks the first of some consecutive ranks. Empty if ``monitor.rank_seconds`` is off or ranks have no
+    others like them."""
+    slowest_phase: str | None = None
+    """What made ``slowest_rank`` slow: ``reading``, ``computing``, or ``waiting`` if no rank's own work took 1.15 times
+    as long as that of the others, and waits took a tenth of its step."""
 
     @property
     def validation(self) -> float | None:
@@ -149,6 +157,8 @@ class ClickRecord(NamedTuple):
     exposed_tp_s: float | None = None
     exposed_pp_s: float | None = None
     exposed_ep_s: float | None = None
+    slowest_rank: int | None = None
+    slowest_phase: str | None = None
 
     @property
     def validation(self) -> float | None:
@@ -189,6 +199,8 @@ class ImageRecord(NamedTuple):
     exposed_tp_s: float | None = None
     exposed_pp_s: float | None = None
     exposed_ep_s: float | None = None
+    slowest_rank: int | None = None
+    slowest_phase: str | None = None
 
     @property
     def validation(self) -> float | None:
@@ -230,8 +242,13 @@ def exposed_columns(seconds: Mapping[str, float]) -> dict[str, Any]:
     return found
 
 
-NO_SCALARS = frozenset({"step", "resumed_from"})
-"""Columns that identify a record and are not measurements, so they are not sent to monitors."""
+def slowest_columns(found: SlowestRank | None) -> dict[str, Any]:
+    """Return the columns ``slowest_rank`` and ``slowest_phase``; no column if no rank is known."""
+    return {} if found is None else {"slowest_rank": found.rank, "slowest_phase": found.phase}
+
+
+NO_SCALARS = frozenset({"step", "resumed_from", "slowest_rank", "slowest_phase"})
+"""Columns that identify something and are not measurements, so they are not sent to monitors."""
 
 
 class Sink(Protocol):
@@ -248,6 +265,8 @@ _KINDS: tuple[type[Record], ...] = (StepRecord, ClickRecord, ImageRecord)
 _INTEGERS = frozenset(
     name for kind in _KINDS for name, type_ in get_type_hints(kind).items() if type_ in (int, int | None)
 )
+_WORDS: Mapping[str, tuple[str, ...]] = {"slowest_phase": get_args(SlowPhase)}
+"""Words that a column without numbers may have."""
 _ALWAYS = frozenset({"step", "loss"})
 _FEWEST = 10
 """Smallest number of columns that any version wrote."""
@@ -258,12 +277,26 @@ def _header(kind: type[Record]) -> str:
 
 
 def _row(record: Record) -> str:
-    # int() and float() first: the repr of a NumPy scalar names its type.
-    cells = (
-        "" if value is None else repr(int(value) if name in _INTEGERS else float(value))
-        for name, value in zip(record._fields, record, strict=True)
-    )
+    cells = (_cell(name, value) for name, value in zip(record._fields, record, strict=True))
     return ",".join(cells) + "\n"
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    # int() and float() first: the repr of a NumPy scalar names its type.
+    return str(value) if name in _WORDS else repr(int(value) if name in _INTEGERS else float(value))
+
+
+def _value(name: str, cell: str) -> int | float | str | None:
+    """Return the value of a cell; raise ValueError if it is none."""
+    if cell == "" and name not in _ALWAYS:
+        return None
+    if name not in _WORDS:
+        return int(cell) if name in _INTEGERS else float(cell)
+    if cell not in _WORDS[name]:
+        raise ValueError(f"{name} is {cell!r}, expected one of {', '.join(_WORDS[name])}")
+    return cell
 
 
 def _parse(path: Path, number: int, line: str, kind: type[Record], columns: int) -> Record:
@@ -271,12 +304,7 @@ def _parse(path: Path, number: int, line: str, kind: type[Record], columns: int)
     try:
         if len(cells) != columns:
             raise ValueError(f"it has {len(cells)} cells")
-        values: list[int | float | None] = []
-        for name, cell in zip(kind._fields, cells, strict=False):
-            if cell == "" and name not in _ALWAYS:
-                values.append(None)
-            else:
-                values.append(int(cell) if name in _INTEGERS else float(cell))
+        values = [_value(name, cell) for name, cell in zip(kind._fields, cells, strict=False)]
     except ValueError as error:
         raise DataError(
             f"{path}, line {number}: {line.rstrip()[:400]!r} is not a row of {columns} numbers "

@@ -6,8 +6,8 @@ the sums that show whether copies differ (engine/parts/guard.py). The Plan count
 
 from typing import NamedTuple
 
-MOST_RANKS = 4096
-"""Ranks above which no rows are exchanged, because the rows would cost more than what they measure."""
+MOST_ROWS = 512
+"""Most rows that are exchanged, because more would cost more than what they measure: 36 KiB."""
 
 GUARD_NUMBERS = 5
 """Numbers of the guard: four for copies, one for state at rest."""
@@ -40,6 +40,11 @@ class PhaseSeconds(NamedTuple):
         return self.dp + self.tp + self.pp + self.ep
 
 
+def ranks_of_row(ranks: int) -> int:
+    """Return how many ranks share a row: consecutive ranks, as those of one host are. One up to ``MOST_ROWS`` ranks."""
+    return -(-ranks // MOST_ROWS)
+
+
 def count_phase_numbers(ranks: int) -> int:
-    """Return how many numbers the rows of all ranks have; 0 if there are too many ranks to exchange them."""
-    return ranks * len(PhaseSeconds._fields) if ranks <= MOST_RANKS else 0
+    """Return how many numbers the rows of all ranks have."""
+    return -(-ranks // ranks_of_row(ranks)) * len(PhaseSeconds._fields)

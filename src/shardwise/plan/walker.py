@@ -17,7 +17,7 @@ hooks leave is done at the end of the pass. In W no user's Python runs, and the 
 Passes that are not part of a step (an evaluation, a second forward pass, another engine's loss) walk a list of their
 own, ``aside``, with a trace of its own, and the step's cursor waits. Departures from a list are recorded in its trace.
 
-Cost: one look at each Action.
+Cost: one look at each Action, and one record of it where a rank keeps records.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,6 +87,8 @@ class Walker:
         self._outer: list[_InterruptedList] = []
         self.target: Action | None = None
         """The Unit's pass that the cursor is moving to."""
+        self.note: Callable[[Action], None] | None = None
+        """Function that records each Action that the cursor comes to; None: nobody records."""
 
     # Lists -----------------------------------------------------------------------------------------------------
 
@@ -227,6 +229,8 @@ class Walker:
             return False
         self._point, self._cursor = place, place + 1
         self._stop = _end_of_pass(self._actions, self._cursor)
+        if self.note is not None:
+            self.note(self._actions[place])
         if not self._is_aside:
             self._before_pass = (len(self.trace.actions), self.trace.diverged)
             self.trace.passed(self._actions[place])
@@ -262,6 +266,8 @@ class Walker:
             self.diverge(f"{self.target} stands in the list of {point}, which is of another microbatch")
         self._serve(place)
         self._cursor = place + 1
+        if self.note is not None:
+            self.note(self.target)
         self.trace.passed(self.target)
         return True
 
@@ -330,6 +336,8 @@ class Walker:
 
     def _do(self, action: Action) -> None:
         """Call the handler of an Action, which writes the Action's row; report an Action that nobody has done."""
+        if self.note is not None:
+            self.note(action)
         trace = self.trace
         rows, diverged = len(trace.actions), trace.diverged
         self.handlers[action[0]](action)

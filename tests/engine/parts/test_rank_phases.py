@@ -10,7 +10,7 @@ import shardwise
 from shardwise.comm.world import World
 from shardwise.engine.parts.rank_phases import RankPhases
 from shardwise.models import Gpt, GptPolicy
-from shardwise.plan.norm_numbers import PhaseSeconds
+from shardwise.plan.norm_numbers import PhaseSeconds, count_phase_numbers
 from shardwise.plan.trace import Trace
 
 SLOW_S = 0.05
@@ -56,6 +56,26 @@ def test_all_ranks_know_the_phases_of_all(ranks: Any, mesh: dict[str, int]) -> N
     assert [row.data for row in first] == pytest.approx([0.001, 0.002])
     (nothing, without), _ = ranks(2).run(trained, mesh, False)
     assert nothing == [] and without == norm
+
+
+def test_beyond_512_ranks_consecutive_ranks_share_a_row() -> None:
+    ranks, late = 1025, 700
+    phases = [RankPhases(rank, ranks) for rank in (0, 1, 2, late)]
+    assert len(phases[0].numbers()) == count_phase_numbers(ranks) == 9 * 342
+    assert [list(each.ranks_of(rank)) for each, rank in zip(phases, (0, 1, 2, 1024), strict=True)] == [
+        [0, 1, 2],
+        [0, 1, 2],
+        [0, 1, 2],
+        [1023, 1024],
+    ]
+    sums: list[float] = []
+    for number in range(342):
+        shared = len(phases[0].ranks_of(3 * number))
+        sums += PhaseSeconds(compute=shared * (9.0 if number == late // 3 else 1.0))
+    found = [each for each in (phases[0].settle(sums) for _ in range(12)) if each is not None]
+    assert [(each.rank, each.phase) for each in found] == [(late // 3 * 3, "computing")]
+    means = phases[0].mean()
+    assert len(means) == ranks and means[late].compute == 9.0 and means[0].compute == 1.0
 
 
 def test_seconds_of_a_rank_add_up_to_its_time() -> None:

@@ -23,7 +23,8 @@ from torch import nn
 import shardwise
 from shardwise.base.errors import ShardwiseError
 from shardwise.checkpoint.files import FileSystem
-from shardwise.comm import step_clock, watch
+from shardwise.comm import step_clock
+from shardwise.comm.watching import questions, verdict, waits, watch
 from shardwise.comm.world import World
 from tests.engine import hung_campaign
 from tests.ranks import RankPool, RanksError
@@ -39,8 +40,15 @@ def quickly(patience_s: float = 1.0) -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     patch.setattr(step_clock, "PATIENCE_S", patience_s)
     patch.setattr(step_clock, "FIRST_STEP_S", patience_s)
-    for name, value in (("_TICK_S", 0.1), ("_SOON_S", 0.4), ("_ANSWER_S", 0.7), ("_AGAIN_S", 0.2)):
-        patch.setattr(watch, name, value)
+    for module, name, value in (
+        (watch, "_TICK_S", 0.1),
+        (waits, "SOON_S", 0.4),
+        (verdict, "SOON_S", 0.4),
+        (watch, "ANSWER_S", 0.7),
+        (questions, "ANSWER_S", 0.7),
+        (watch, "_AGAIN_S", 0.2),
+    ):
+        patch.setattr(module, name, value)
     try:
         yield
     finally:

@@ -55,6 +55,11 @@ class ProcessHeartbeat:
         """Return the calls of the watched thread."""
         return [] if self.thread_id is None else calls_of(self.thread_id)
 
+    @property
+    def place(self) -> "list[ThreadCall]":
+        """Calls of the watched thread at the last look; another look would count as reading and writing."""
+        return self._place
+
     def look(self) -> None:
         """Update the time of the last progress; called once a tick."""
         place = self.calls()

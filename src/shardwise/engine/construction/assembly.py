@@ -4,12 +4,15 @@ Optimizers of the trained buckets, gradients that ranks share, the memory of sta
 Plan, and the parts that surround every pass.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
+from shardwise.base.words import named_ranks
 from shardwise.comm.collectives import Group
 from shardwise.compose.plan import PlannedModel, exchanges_of
 from shardwise.compose.spec import ModelSpec
@@ -42,16 +45,18 @@ from shardwise.engine.parts.tables import ModelTables
 from shardwise.engine.parts.unit_norms import UnitSquares
 from shardwise.engine.parts.vocabulary import VocabularyBounds
 from shardwise.memory.ledger import Ledger
+from shardwise.observe.stragglers import SlowestRank
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.context.region import ContextRegion
 from shardwise.parallel.expert.apply import mixtures
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.bucket import BucketState
-from shardwise.plan.norm_numbers import count_phase_numbers
 from shardwise.plan.plan import AttentionExchange
 from shardwise.plan.slices import TensorSlices
 from shardwise.plan.walker import Walker
 from shardwise.precision.loss_scale import LossScale
+
+_log = logging.getLogger(__name__)
 
 
 def assemble(
@@ -213,7 +218,9 @@ def _followers(
     if units is not None:
         found.append(UnitNormsFollower(units))
     if _exchanges_phases(site):
-        found.append(PhasesFollower(RankPhases(site.world.rank, site.world.size)))
+        world, mesh = site.world, site.mesh
+        phases = RankPhases(world.rank, world.size, lambda rank: mesh.index("pp", rank))
+        found.append(PhasesFollower(phases, partial(_tell_slow, site)))
     if site.mesh.tp > 1:
         found.append(OwnUseFollower(passes.own_use))
     if passes.is_profiled:
@@ -222,10 +229,23 @@ def _followers(
 
 
 def _exchanges_phases(site: RuntimeContext) -> bool:
-    """Return True if any rank asks for the seconds of all ranks, and there are not too many ranks. Collective."""
+    """Return True if any rank asks for the seconds of all ranks. Collective."""
     asks = bool(site.settings.monitor.rank_seconds)
     agree = site.groups["world"].all_equal(int(asks), "monitor.rank_seconds", site.world.device)
-    return (asks or not agree) and count_phase_numbers(site.world.size) > 0
+    return asks or not agree
+
+
+def _tell_slow(site: RuntimeContext, slow: SlowestRank, ranks: range) -> None:
+    """Log, on rank 0, which rank has become slow, and keep it for ``shardwise doctor``."""
+    who = named_ranks(list(ranks))
+    verb = "takes" if len(ranks) == 1 else "take"
+    said = (
+        f"{who} {verb} {slow.ratio:.2f} times as long as the others for the own work of a step, {slow.more_s:.3g} s "
+        f"more, most of it {slow.phase}: the other ranks wait"
+    )
+    site.clock.tell_slow(slow.rank, slow.phase, said)
+    if site.world.rank == 0:
+        _log.warning("%s", said)
 
 
 def _unit_squares(

@@ -191,6 +191,7 @@ def _built(
         slices = TensorSlices(outline.plan.registry, mesh, site.world.rank)
         start = start.of_pieces(slices)
         walker = Walker({}, Trace(site.traffic, clock_of(device)))
+        walker.note = None if site.clock.recorder is None else site.clock.recorder.action
         # made while state that lies on a disk is in memory anyway
         optimizer_of = cache(partial(recipe.optimizer_of, slices=slices, form=settings.offload.state))
         stages = [

@@ -35,6 +35,7 @@ from shardwise.engine.step.pipeline import PipelineRunner
 from shardwise.engine.step.record import StepInputs
 from shardwise.observe import action_ranges
 from shardwise.observe.module_profile import ModuleTree
+from shardwise.observe.stragglers import SlowestRank
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.rows import RowTally
 from shardwise.parallel.expert.loads import ExpertTally
@@ -188,6 +189,15 @@ class StateAccess:
         The first step of a process and the last step before this call are left out.
         """
         return [] if self._parts.phases is None else self._parts.phases.mean()
+
+    @property
+    def slowest_rank(self) -> SlowestRank | None:
+        """The rank whose own work took longest in the step before the last one, and by what; equal on all ranks.
+
+        None without ``monitor.rank_seconds``, before the third step, and if no two ranks compute the same part of the
+        model.
+        """
+        return None if self._parts.phases is None else self._parts.phases.slowest
 
     @property
     def measured_steps(self) -> int:

@@ -16,7 +16,7 @@ experts, tensor parallelism and monitors the list is empty, and a step passes th
 Cost: one call at each point for each follower.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from shardwise.engine.parts.rank_phases import RankPhases
 from shardwise.engine.parts.sums import Number
 from shardwise.engine.parts.tables import ModelTables
 from shardwise.engine.parts.unit_norms import UnitSquares
+from shardwise.observe.stragglers import SlowestRank
 from shardwise.parallel.expert.loads import ExpertLoads
 from shardwise.parallel.tensor.own_use import OwnUse
 from shardwise.parallel.zero.bucket import BucketState
@@ -273,16 +274,19 @@ class PhasesFollower(StepFollower):
 
     name = "phases"
 
-    def __init__(self, phases: RankPhases):
+    def __init__(self, phases: RankPhases, tell: Callable[[SlowestRank, range], None]):
         self.phases = phases
+        self._tell = tell
 
     def numbers(self, squares: BucketSquares) -> Sequence[Number]:
         """Return the rows of all ranks, with this rank's step before in its own."""
         return self.phases.numbers()
 
     def settle(self, sums: Sequence[float], over_model: Sequence[float] | None) -> None:
-        """Add the rows of all ranks."""
-        self.phases.settle(sums if over_model is None else over_model)
+        """Add the rows of all ranks, and report a rank that has become slow."""
+        slow = self.phases.settle(sums if over_model is None else over_model)
+        if slow is not None:
+            self._tell(slow, self.phases.ranks_of(slow.rank))
 
     def after_step(self, step: int, trace: Trace) -> None:
         """Measure the step that is over."""

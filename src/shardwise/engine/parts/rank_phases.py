@@ -12,15 +12,18 @@ rows of others, and the sums are the rows of all ranks. A row describes the step
 A rank that is slow in its own work lets the others wait for it: their exchange grows, and its compute or data does.
 That tells a slow rank from a slow link (observe/diagnosis.py).
 
+In each step the rows also show whether a rank has become slow (observe/stragglers.py).
+
 Cost: 9 numbers a rank and step in an all-reduce that runs anyway; nothing without ``monitor.rank_seconds``. Above
-``MOST_RANKS`` (plan/norm_numbers.py) ranks the rows would cost more than what they measure, and are left out.
+``MOST_ROWS`` (plan/norm_numbers.py) ranks some consecutive ranks, such as those of a host, share a row: their sum.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
-from shardwise.plan.norm_numbers import PhaseSeconds
+from shardwise.observe.stragglers import RankWork, SlowestRank, StragglerWatch
+from shardwise.plan.norm_numbers import PhaseSeconds, ranks_of_row
 from shardwise.plan.trace import Trace
 
 _AXES = ("dp", "tp", "pp", "ep")
@@ -35,11 +38,18 @@ class RankPhases:
     Args:
         rank: This rank.
         ranks: Number of ranks.
+        part_of: Function from a rank to the number of the part of the model that it computes; None: all compute the
+            same.
     """
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self._rank = rank
-        self._sums = [PhaseSeconds()] * ranks
+    def __init__(self, rank: int, ranks: int, part_of: Callable[[int], int] | None = None) -> None:
+        self._ranks = ranks
+        self._shared = ranks_of_row(ranks)
+        """Consecutive ranks that share a row."""
+        self._row = rank // self._shared
+        rows = range(0, ranks, self._shared)
+        self._sums = [PhaseSeconds()] * len(rows)
+        self._stragglers = StragglerWatch([0 if part_of is None else part_of(each) for each in rows])
         self._own = PhaseSeconds()
         self._reported: dict[Reported, float] = {"data": 0.0, "save": 0.0}
         self._ended_s: float | None = None
@@ -70,26 +80,55 @@ class RankPhases:
         """Return the rows of all ranks: this rank's last step in its own row, zeros in the others."""
         width = len(PhaseSeconds._fields)
         found = [0.0] * (width * len(self._sums))
-        found[self._rank * width : (self._rank + 1) * width] = self._own
+        found[self._row * width : (self._row + 1) * width] = self._own
         return found
 
-    def settle(self, sums: Sequence[float]) -> None:
-        """Add the rows of all ranks, as NORM has summed them."""
+    @property
+    def slowest(self) -> SlowestRank | None:
+        """The slowest rank of the last step that is known; None before the second step, and for a rank alone.
+
+        If ranks share a row, the first rank of the row stands for them.
+        """
+        found = self._stragglers.slowest
+        return None if found is None else found._replace(rank=found.rank * self._shared)
+
+    def ranks_of(self, rank: int) -> range:
+        """Return the ranks that share the row of a rank."""
+        first = rank // self._shared * self._shared
+        return range(first, min(first + self._shared, self._ranks))
+
+    def settle(self, sums: Sequence[float]) -> SlowestRank | None:
+        """Add the rows of all ranks, as NORM has summed them, and return a rank that has become slow, if there is one.
+
+        Args:
+            sums: The rows.
+        """
         width = len(PhaseSeconds._fields)
         if not any(sums):
-            return
+            return None
         rows = [sums[start : start + width] for start in range(0, len(sums), width)]
         self._sums = [
             PhaseSeconds(*(a + b for a, b in zip(old, new, strict=True)))
             for old, new in zip(self._sums, rows, strict=True)
         ]
         self.steps += 1
+        works = []
+        for number, each in enumerate(rows):
+            shared = len(self.ranks_of(number * self._shared))
+            seconds = PhaseSeconds(*(value / shared for value in each))
+            works.append(RankWork(seconds.data, seconds.compute + seconds.update, seconds.exchange))
+        found = self._stragglers.look(works)
+        return None if found is None else found._replace(rank=found.rank * self._shared)
 
     def mean(self) -> list[PhaseSeconds]:
         """Return the mean phases of a step by rank; an empty list before the second step."""
         if not self.steps:
             return []
-        return [PhaseSeconds(*(seconds / self.steps for seconds in row)) for row in self._sums]
+        found: list[PhaseSeconds] = []
+        for row in self._sums:
+            shared = len(self.ranks_of(len(found)))
+            found += [PhaseSeconds(*(seconds / self.steps / shared for seconds in row))] * shared
+        return found
 
 
 def _waits_of(trace: Trace) -> tuple[dict[str, float], float]:

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.comm.collectives import Group
-from shardwise.comm.watch import END_OF_PASS
+from shardwise.comm.watching.waits import END_OF_PASS
 from shardwise.config.run import RunConfig
 from shardwise.data.adopt import Collate
 from shardwise.data.batched import CPU

@@ -7,7 +7,8 @@
 Calls that exchange nothing, as ``state_dict`` without cut weights, need no other rank and wait for none.
 
 If only one rank makes such a call (``if engine.is_main: engine.save(...)``), it waits for the other ranks, which wait
-for it in another call: the watch compares the calls of the ranks, and ends both within seconds (comm/watch.py).
+for it in another call: the watch compares the calls of the ranks, and ends both within seconds
+(comm/watching/watch.py).
 
 Cost: a few microseconds a call; ``together`` some milliseconds, for one meeting over the store per group of ranks.
 """

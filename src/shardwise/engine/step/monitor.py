@@ -19,9 +19,18 @@ from shardwise.config.run import RunConfig
 from shardwise.engine.step.end import StepResult
 from shardwise.memory.leftovers import LEFTOVERS
 from shardwise.observe.memory import taken
-from shardwise.observe.metrics import NO_SCALARS, ClickRecord, Record, Sink, StepRecord, exposed_columns
+from shardwise.observe.metrics import (
+    NO_SCALARS,
+    ClickRecord,
+    Record,
+    Sink,
+    StepRecord,
+    exposed_columns,
+    slowest_columns,
+)
 from shardwise.observe.progress import PrintedLines, open_progress
 from shardwise.observe.sinks import AllSinks, MetricNames, MonitorPolicy, open_sinks
+from shardwise.observe.stragglers import SlowestRank
 from shardwise.optim.schedule_policy import RangeTestPolicy
 from shardwise.parallel.expert.loads import ExpertSummary
 from shardwise.plan.trace import Trace
@@ -108,7 +117,12 @@ class Monitor:
         self._close()
 
     def note(
-        self, result: StepResult, trace: Trace, loss_scale: float | None, experts: ExpertSummary | None
+        self,
+        result: StepResult,
+        trace: Trace,
+        loss_scale: float | None,
+        experts: ExpertSummary | None,
+        slowest: SlowestRank | None = None,
     ) -> None:
         """Record a step that is over, unless the caller of ``open`` writes the records.
 
@@ -117,6 +131,7 @@ class Monitor:
             trace: the Actions of the step, with their seconds.
             loss_scale: the loss scale under fp16, else None.
             experts: loads of the experts, or None.
+            slowest: slowest rank of the step before, or None.
         """
         if self._is_main and self._config.monitor.unit_norms:
             self._unit_norms = result.unit_norms
@@ -139,6 +154,7 @@ class Monitor:
                 loss_scale=loss_scale,
                 **trace.seconds()._asdict(),
                 **exposed_columns(trace.waits.seconds()),
+                **slowest_columns(slowest),
                 **({} if experts is None else experts._asdict()),
             )
         )

@@ -22,7 +22,7 @@ missing are asked, and a rank that works alone on its part reports so (``at_work
 
 A question costs almost nothing, so it is asked early: after 20 s, or five median steps if steps are long. With a number
 for ``comm.timeout_s`` the question is asked earlier, and the job ends only at that time. A debugger is no hang. The
-stack of a process that holds the interpreter's lock is obtained by a signal (stack_file.py).
+stack of a process that holds the interpreter's lock is obtained by a signal (outside.py).
 
 On a device the host goes on, and a collective in flight takes the place of the wait (flights.py): the watch asks for it
 in the same way. If it fails or its time is over, its communicator is ended, and every later call raises the reason.
@@ -31,119 +31,58 @@ There are two threads, because a call of the store may block (rank 0, which serv
 ``_observe`` checks this process and the clock, ``_talk`` uses the store. The first rank that reaches a verdict writes
 it into the store, so that all ranks report the same.
 
-Cost: each second two questions to the store and a look at one stack, about 0.2 ms.
+What the watch sees goes into the ring of the rank each second (recorder.py), with what it has found of other ranks, so
+that ``shardwise doctor`` has it from another terminal, and from the files of a job that was killed.
+
+Cost: each second two questions to the store, a look at one stack and one snapshot, about 0.3 ms.
 """
 
 import atexit
 import contextlib
-import json
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.base.errors import CommError, DeadlineError
 from shardwise.comm.flights import InFlightCollectives
 from shardwise.comm.rendezvous.handshake import RankIdentity
-from shardwise.comm.rendezvous.process import (
-    WATCHING,
-    ProcessHeartbeat,
-    calls_of,
-    has_ended,
-    seconds_of,
-    stack_of,
-    state_of,
-)
-from shardwise.comm.rendezvous.stack_file import StackFile, stack_by_signal
+from shardwise.comm.rendezvous.process import WATCHING, ProcessHeartbeat, calls_of, has_ended, stack_of
+from shardwise.comm.rendezvous.stack_file import StackFile
 from shardwise.comm.rendezvous.store import SealedStore, StoreClient
+from shardwise.comm.watching.answers import AwaitedCall, OwnWork, RankAnswer, SlowRank, StartedCall
+from shardwise.comm.watching.outside import seen_from_outside
+from shardwise.comm.watching.questions import ANSWER_S, RECENT_S, AwaitedTexts, WatchQuestions
+from shardwise.comm.watching.recorder import (
+    NOWHERE,
+    CallPlace,
+    Event,
+    Recorder,
+    RingOwner,
+    give_back,
+    ring_path,
+    shared_recorder,
+)
+from shardwise.comm.watching.rings import parse_ring, silent_seconds
+from shardwise.comm.watching.verdict import RankState, crossed_line, line_of, lines_of_all_waiting
+from shardwise.comm.watching.waits import CollectiveWait, WaitLimits, advice
 
 _log = logging.getLogger(__name__)
 
 _TICK_S = 1.0
-_ANSWER_S = 3.5
-"""Seconds to wait for all answers to a question."""
 _STORE_S = 6.0
 """Seconds after which a silent store counts as not answering."""
-_RECENT_S = 10.0
-"""Age in seconds at which a question has been judged."""
+_MOST_STARTS = 256
+"""Collectives of a rank that its answer to another rank names."""
 _LAST_WORD_S = 2.5
+SILENT_S = 5.0
+"""Seconds without a sign of life after which a rank that others wait for is looked at from outside."""
 _AGAIN_S = 60.0
 """Seconds between two log lines about one wait."""
-_SOON_S = 5.0
-"""Seconds after which ranks that wait for one another, one of them in a call that all must make, wait forever."""
-_AHEAD = 0.75
-"""Part of the patience after which ranks are first asked, so that a rank that does not answer can be asked twice."""
-
-
-class WaitLimits(NamedTuple):
-    """Seconds that limit the waits of one engine."""
-
-    patience_s: float
-    """Seconds after which the other ranks are asked."""
-    standstill_s: float
-    """Seconds that a rank may stand still."""
-    ends_s: float
-    """Seconds after which the answers may end the job."""
-
-
-class AwaitedTexts(NamedTuple):
-    """The texts of other ranks that a thread waits for."""
-
-    key: str
-    ranks: tuple[int, ...]
-    """Ranks of the job."""
-    names: tuple[str, ...]
-    """Keys of the ranks' texts in the store, by ``ranks``."""
-
-
-class CollectiveWait(NamedTuple):
-    """One thread's wait in a collective, for a message or for the texts of other ranks."""
-
-    what: tuple[Any, ...]
-    """(rank, operation, tensor, step), or (rank, words)."""
-    since_s: float
-    patience_s: float
-    """Seconds after which the other ranks are asked."""
-    is_auto: bool
-    """True if the answers may end the job before its deadline."""
-    standstill_s: float
-    """Seconds that a rank may stand still."""
-    give_up: Callable[[], None] | None
-    """Function that wakes a thread that waits inside torch."""
-    members: tuple[int, ...] = ()
-    """Ranks of the job that take part."""
-    call: str = ""
-    """Engine call in which the thread waits; all ranks make it."""
-    words: AwaitedTexts | None = None
-    ends_s: float = 0.0
-    """Seconds for which the job continues, whatever the answers are."""
-
-    @property
-    def soon_s(self) -> float:
-        """Seconds after which the other ranks are first asked."""
-        early_s = _AHEAD * self.patience_s
-        return min(_SOON_S, early_s) if self.call or self.words is not None else early_s
-
-    def __str__(self) -> str:
-        if self.words is not None:
-            rank, what = self.what
-            return f"rank {rank}: {', '.join(filter(None, (self.call, what)))}"
-        rank, operation, what, step = self.what
-        return f"rank {rank}: {operation} of {what} in step {step}" + (
-            f", in {self.call}" if self.call else ""
-        )
-
-
-class RankState(Enum):
-    """The state of a rank that keeps another one waiting."""
-
-    WAITS = "waits"
-    WORKS = "works"
-    STILL = "still"
 
 
 class SharedWork(NamedTuple):
@@ -155,101 +94,16 @@ class SharedWork(NamedTuple):
     since_s: float
 
 
-END_OF_PASS = "the end of a pass over engine.loader()"
-"""Beginning of the name of the meeting at the end of a pass over the data."""
+class FlightFolder(NamedTuple):
+    """The folder of the ranks' rings."""
+
+    path: Path | None
+    """None: rings are in memory."""
+    is_temporary: bool
+    """True if nobody wants the rings of a job that ended in order."""
 
 
-def advice(call: str) -> str:
-    """Return advice on a call that not all ranks make; "" if there is none."""
-    if not call:
-        return ""
-    if END_OF_PASS in call:
-        return (
-            "The data ends after unlike numbers of steps on the ranks: give engine.loader() the same dataset on every "
-            "rank, and a stream that yields as many items on each"
-        )
-    return (
-        f"{call} is collective: call it on all ranks, in the same order, and not under `if engine.is_main:` or "
-        "`if rank == 0:`"
-    )
-
-
-class _WatchQuestions:
-    """Questions to all ranks, their answers and the verdict over the store, for one of ``size`` ranks."""
-
-    def __init__(self, rank: int, size: int, store: SealedStore, prefix: str):
-        self._rank = rank
-        self._size = size
-        self._store = store
-        self._prefix = prefix
-        self._turn = 0
-        """Number of the next question."""
-        self.contact_s = time.monotonic()
-        """Time of the last contact with the store."""
-        self.asked_s = 0.0
-        """Time at which this rank last got its answers."""
-        self.answered_s = -_RECENT_S
-
-    def connect(self) -> StoreClient:
-        """Use a separate connection from now on, so that a call that blocks holds up no other thread.
-
-        Returns:
-            The talker of that connection, for the thread that will use it.
-        """
-        self._store = self._store.again()
-        self.contact_s = time.monotonic()
-        return StoreClient(self._store)
-
-    def offer(self, numbers: list[int]) -> None:
-        """Write the numbers with which another rank gets this rank's stack without its answer."""
-        self._store.set(self._key("stack", self._rank), json.dumps(numbers))
-
-    def offer_of(self, rank: int) -> list[int] | None:
-        """Return what a rank has offered, or None if it has not yet."""
-        key = self._key("stack", rank)
-        return list(json.loads(self._store.get(key))) if self._store.check([key]) else None
-
-    def missing(self, words: AwaitedTexts) -> list[int]:
-        """Return the ranks whose text is missing."""
-        return [
-            rank for rank, name in zip(words.ranks, words.names, strict=True) if not self._store.check([name])
-        ]
-
-    @property
-    def is_asked(self) -> bool:
-        """True if a question waits for this rank's answer."""
-        return self._store.check([self._key("question", self._turn)])
-
-    def answer(self, said: Mapping[str, Any]) -> None:
-        """Answer the waiting question."""
-        self._store.set(self._key("answer", self._turn, self._rank), json.dumps(said))
-        self._turn += 1
-        self.answered_s = time.monotonic()
-
-    def ask(self, own: Mapping[str, Any], is_over: Callable[[], bool]) -> dict[int, dict[str, Any]]:
-        """Ask all ranks and return the answers that came before ``is_over``, by rank; ``own`` is this rank's answer."""
-        keys = [self._key("answer", self._turn, rank) for rank in range(self._size)]
-        self._store.set(self._key("question", self._turn), str(self._rank))
-        self.answer(own)
-        until_s = time.monotonic() + _ANSWER_S
-        while not self._store.check(keys) and time.monotonic() < until_s and not is_over():
-            time.sleep(_TICK_S / 20)
-        found = {rank: key for rank, key in enumerate(keys) if self._store.check([key])}
-        self.asked_s = time.monotonic()
-        return {rank: json.loads(self._store.get(key)) for rank, key in found.items()}
-
-    @property
-    def verdict(self) -> str:
-        """Verdict of any rank; "" if there is none."""
-        key = self._key("verdict")
-        return self._store.get(key).decode() if self._store.check([key]) else ""
-
-    def leave_verdict(self, sentence: str) -> None:
-        """Write a verdict for all ranks, before this rank leaves and the others notice."""
-        self._store.set(self._key("verdict"), sentence)
-
-    def _key(self, *parts: Any) -> str:
-        return "/".join([self._prefix, *map(str, parts)])
+_NO_FOLDER = FlightFolder(None, False)
 
 
 class _ThreadActivities:
@@ -266,6 +120,10 @@ class _ThreadActivities:
         self.patiences: weakref.WeakKeyDictionary[Any, WaitLimits] = weakref.WeakKeyDictionary()
         """Limits of an engine's waits, by the engine's clock."""
         self.stacks = _RemoteStacks()
+        self.flight = _NO_FOLDER
+        self.recorder: Recorder | None = None
+        self.slow: SlowRank | None = None
+        """Rank that was last seen to be slow in its own work."""
         self.at_exit: Callable[[], None] = lambda: None
         """Function that is called at the end of the process and ends the threads."""
 
@@ -287,15 +145,24 @@ class Watchdog:
         who: Identity of all ranks.
         store: Store of the job.
         prefix: Beginning of the keys in ``store``.
+        flight: Folder of the rings of records.
     """
 
-    def __init__(self, rank: int, who: Sequence[RankIdentity], store: SealedStore, prefix: str):
+    def __init__(
+        self,
+        rank: int,
+        who: Sequence[RankIdentity],
+        store: SealedStore,
+        prefix: str,
+        flight: FlightFolder = _NO_FOLDER,
+    ):
         self._rank = rank
         self._who = who
-        self._questions = _WatchQuestions(rank, len(who), store, prefix)
+        self._questions = WatchQuestions(rank, len(who), store, prefix)
         self._waits: dict[int, CollectiveWait] = {}
         """Waits, by thread."""
         self._doings = _ThreadActivities()
+        self._doings.flight = flight
         self._pulse = ProcessHeartbeat(None, None)
         self.flights = InFlightCollectives()
         """Collectives in flight on the device."""
@@ -317,6 +184,7 @@ class Watchdog:
         self._pulse = ProcessHeartbeat(threading.get_ident(), threading.get_native_id())
         self._doings.stacks.own = StackFile(threading.get_ident())
         self._questions.offer(self._doings.stacks.own.offer)
+        self._open_ring(self._doings.stacks.own.offer)
         talker = self._questions.connect()
         # The threads hold no reference between two ticks: a World that is dropped and not closed ends them.
         own, ended = weakref.ref(self), self._ended
@@ -328,14 +196,35 @@ class Watchdog:
                 ("talk", _talk, (own, ended, talker, self._doings.at_exit)),
             )
         ]
+        self._pulse.look()
+        self._snapshot()
         for thread in self._threads:
             thread.start()
         # The interpreter may crash if it ends while a thread is in torch.
         atexit.register(self._doings.at_exit)
         return True
 
+    def record_in(self, folder: Path) -> None:
+        """Let the ring of this rank lie in ``folder``; called before the watch starts."""
+        self._doings.flight = FlightFolder(folder, False)
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Recorder of this rank; None before the watch starts."""
+        return self._doings.recorder
+
+    def _open_ring(self, offer: Sequence[int]) -> None:
+        folder = self._doings.flight.path
+        owner = RingOwner(self._rank, len(self._who), self._who[self._rank].host)
+        recorder = shared_recorder(None if folder is None else ring_path(folder, self._rank), owner)
+        recorder.offer(offer)
+        self._doings.recorder = recorder
+
     def stop(self) -> None:
-        """End the threads of the watch."""
+        """End the threads of the watch, and the records."""
+        if self._threads and self._doings.recorder is not None:
+            self._snapshot()
+            give_back(self._doings.recorder, self._doings.flight.is_temporary and not self._verdict)
         self._ended.set()
         for thread in self._threads:
             thread.join(2.0)
@@ -426,6 +315,8 @@ class Watchdog:
             words: The texts.
             timeout_s: Seconds that the wait may take.
         """
+        if self._doings.recorder is not None:
+            self._doings.recorder.wait("texts", what)
         clock = self._doings.clocks.get(threading.get_ident())
         own = None if clock is None else self._doings.patiences.get(clock)
         patiences = list(self._doings.patiences.values()) if own is None else [own]
@@ -457,6 +348,7 @@ class Watchdog:
         standstill_s: float,
         give_up: Callable[[], None] | None = None,
         members: tuple[int, ...] = (),
+        place: CallPlace = NOWHERE,
     ) -> None:
         """Record that the calling thread waits, until ``end``.
 
@@ -467,8 +359,11 @@ class Watchdog:
             standstill_s: Seconds that a rank may stand still.
             give_up: Function that wakes a thread that waits inside torch.
             members: Ranks of the job that take part.
+            place: Group and number of what is waited for, in the records.
         """
         thread = threading.get_ident()
+        if self._doings.recorder is not None:
+            self._doings.recorder.wait(what[1], what[2], place)
         self._waits[thread] = CollectiveWait(
             what,
             time.monotonic(),
@@ -478,11 +373,14 @@ class Watchdog:
             give_up,
             members,
             self._doings.calls.get(thread, ""),
+            place=place,
         )
 
     def end(self) -> None:
         """Record that the calling thread waits no longer."""
         self._waits.pop(threading.get_ident(), None)
+        if self._doings.recorder is not None:
+            self._doings.recorder.waited()
 
     def last_word(self) -> str:
         """Return the verdict, or "" if there is none.
@@ -490,7 +388,7 @@ class Watchdog:
         A rank that sees another rank leave just after a question waits a moment for the reason.
         """
         until_s = time.monotonic() + _LAST_WORD_S
-        while not self._verdict and time.monotonic() < min(until_s, self._questions.answered_s + _RECENT_S):
+        while not self._verdict and time.monotonic() < min(until_s, self._questions.answered_s + RECENT_S):
             time.sleep(0.02)
         return self._verdict
 
@@ -513,6 +411,10 @@ class Watchdog:
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))
 
+    def tell_slow(self, rank: int, phase: str, words: str) -> None:
+        """Keep the rank that has become slow in its own work, for ``shardwise doctor``."""
+        self._doings.slow = SlowRank(rank=rank, phase=phase, words=words, time_ns=time.monotonic_ns())
+
     def condemn(self, words: str) -> None:
         """End all communication of all ranks, because this rank cannot go on, with ``words`` as the reason."""
         with contextlib.suppress(RuntimeError):  # the store has ended
@@ -524,6 +426,7 @@ class Watchdog:
 
     def _observe(self) -> None:
         self._pulse.look()
+        self._snapshot()
         failed = None if self._failure is not None else self.flights.look()
         if failed is not None:
             self._fail(failed)
@@ -533,10 +436,12 @@ class Watchdog:
             self._suspects = frozenset()
             return
         age_s = time.monotonic() - longest.since_s
+        if age_s > SILENT_S and not self._verdict:
+            self._look_at_silent()
         if age_s > longest.soon_s and not self._verdict:
             self._wanted = True
             silence_s = time.monotonic() - self._questions.contact_s
-            if silence_s > _STORE_S and age_s > longest.patience_s + _ANSWER_S:
+            if silence_s > _STORE_S and age_s > longest.patience_s + ANSWER_S:
                 self._judge_alone(longest, silence_s)
         if self._verdict:
             self._wake()
@@ -555,7 +460,15 @@ class Watchdog:
         patience_s, is_auto, standstill_s = flight.patience
         return [
             CollectiveWait(
-                flight.what, since_s, patience_s, is_auto, standstill_s, None, flight.members, flight.call
+                flight.what,
+                since_s,
+                patience_s,
+                is_auto,
+                standstill_s,
+                None,
+                flight.members,
+                flight.call,
+                place=flight.place,
             )
         ]
 
@@ -572,6 +485,20 @@ class Watchdog:
             if wait.give_up is not None:
                 with contextlib.suppress(Exception):
                     wait.give_up()
+
+    def _look_at_silent(self) -> None:
+        """Look from outside at ranks of this host that give no sign of life, and keep what is seen in the story.
+
+        The rank that looks is the first of the host's other ranks. A rank is looked at once in a wait.
+        """
+        folder, here = self._doings.flight.path, self._here()
+        if folder is None or self._story:
+            return
+        for rank in here:
+            if rank == self._rank or self._rank != next(each for each in here if each != rank):
+                continue
+            if silent_seconds(ring_path(folder, rank)) > SILENT_S:
+                self._story = f"rank {rank} does not answer: {self._seen_from_outside(rank)[1]}"
 
     def _judge_alone(self, wait: CollectiveWait, silence_s: float) -> None:
         """Judge, while the store does not answer, by what can be seen of the ranks of this host from outside."""
@@ -598,36 +525,17 @@ class Watchdog:
 
         If ``is_late`` is set, the rank may be sent a signal for its stack, which ends a sleep in C early.
         """
-        pid = self._who[rank].pid
-        state = state_of(pid)
-        if state in ("T", "t"):
-            return (
-                True,
-                f"its process {pid} is stopped (SIGSTOP or a debugger), so its stack cannot be asked for",
-            )
-        if has_ended(pid):
-            return True, f"its process {pid} has ended"
-        before = seconds_of(pid)
-        time.sleep(0.3)
-        calls = (
-            stack_by_signal(pid, self._doings.stacks.offers[rank])
-            if is_late and self._doings.stacks.offers.get(rank)
-            else []
-        )
-        where = f". Its main thread is at\n{stack_of(calls)}" if calls else ""
-        if state == "R" or seconds_of(pid) > before:
-            return (
-                False,
-                f"its process {pid} computes in one long call that lets no Python run beside it{where}",
-            )
-        return False, f"its process {pid} sleeps (state {state}){where}"
+        offer = self._doings.stacks.offers.get(rank, ()) if is_late else ()
+        view = seen_from_outside(self._who[rank].pid, offer)
+        where = f". Its main thread is at\n{stack_of(view.calls)}" if view.calls else ""
+        return view.can_never_answer, view.sentence + where
 
     # The store -------------------------------------------------------------------------------------------------
 
     def _talk(self) -> None:
         questions = self._questions
         while questions.is_asked:
-            questions.answer(self._answer())
+            questions.answer(self._told())
         self._is_judged()
         for rank in self._here():
             offer = (
@@ -639,7 +547,7 @@ class Watchdog:
         wait = self._longest()
         if self._wanted and wait is not None and self._is_due(wait) and not self._verdict:
             self._wanted = False
-            answers = questions.ask(self._answer(), self._is_judged)
+            answers = questions.ask(self._told(), self._is_judged)
             if not self._is_judged():
                 self._judge(wait, answers)
 
@@ -649,29 +557,70 @@ class Watchdog:
         silence_s = now - self._questions.asked_s
         if self._suspects or self._questions.asked_s < ripe_s < now:
             return True
-        return silence_s > max(_ANSWER_S, (now - wait.since_s) / 5)
+        return silence_s > max(ANSWER_S, (now - wait.since_s) / 5)
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self, question: str = "", is_snapshot: bool = False) -> RankAnswer:
+        """Return what this rank does.
+
+        Args:
+            question: Question that is answered, if it came by a file.
+            is_snapshot: Take the stack that was seen a moment ago.
+        """
         thread = self._pulse.thread_id or 0
         thread = self._doings.joins.get(thread, thread)
         wait = self._waits.get(thread)
         flying = self._flying()
         shown = wait or next(iter(flying), None)
         now = time.monotonic()
-        return {
-            "waits": None if shown is None else [str(shown), now - shown.since_s],
-            "members": [] if shown is None else list(shown.members),
-            "call": "" if shown is None else shown.call,
-            "key": "" if shown is None or shown.words is None else shown.words.key,
-            "flies": bool(flying) and wait is None,
-            "works": [
-                [each.key, each.what, now - each.since_s, each_thread == thread, self._stack(each_thread)]
-                for each_thread, each in self._doings.works.copy().items()
-                if each_thread not in self._waits
-            ],
-            "unmoved_s": now - self._pulse.moved_s,
-            "stack": stack_of(self._pulse.calls()),
-        }
+        works = [
+            OwnWork(
+                key=each.key,
+                what=each.what,
+                seconds=now - each.since_s,
+                is_main=each_thread == thread,
+                stack=self._stack(each_thread),
+            )
+            for each_thread, each in self._doings.works.copy().items()
+            if each_thread not in self._waits
+        ]
+        return RankAnswer(
+            time_ns=time.monotonic_ns(),
+            question=question,
+            waits="" if shown is None else str(shown),
+            waited_s=0.0 if shown is None else now - shown.since_s,
+            awaited=_awaited(shown, self._doings.recorder),
+            call="" if shown is None else shown.call,
+            key="" if shown is None or shown.words is None else shown.words.key,
+            is_flying=bool(flying) and wait is None,
+            works=works,
+            unmoved_s=now - self._pulse.moved_s,
+            stack=stack_of(self._pulse.place if is_snapshot else self._pulse.calls()),
+            story=self._story,
+            verdict=self._verdict,
+            slow=self._doings.slow,
+        )
+
+    def _snapshot(self) -> None:
+        """Write what this rank does into its ring."""
+        recorder = self._doings.recorder
+        if recorder is None or recorder.path is None:
+            return
+        recorder.beat()
+        answer = self._answer(recorder.question(), is_snapshot=True)
+        recorder.snapshot(answer.model_dump_json(exclude_defaults=True).encode())
+
+    def _told(self) -> RankAnswer:
+        """Return the answer to another rank: what this rank does, and the calls that it has made."""
+        return self._answer().model_copy(update={"starts": self._starts()})
+
+    def _starts(self) -> list[StartedCall]:
+        """Return the last collectives and messages of this rank."""
+        recorder = self._doings.recorder
+        if recorder is None:
+            return []
+        ring = parse_ring(recorder.data(), recorder.path or Path("memory"))
+        calls = [each.call for each in ring.records if each.event is Event.START and each.call is not None]
+        return calls[-_MOST_STARTS:]
 
     @staticmethod
     def _stack(thread: int) -> str:
@@ -685,7 +634,7 @@ class Watchdog:
             self._wake()
         return bool(self._verdict)
 
-    def _judge(self, wait: CollectiveWait, answers: Mapping[int, dict[str, Any]]) -> None:
+    def _judge(self, wait: CollectiveWait, answers: Mapping[int, RankAnswer]) -> None:
         age_s = time.monotonic() - wait.since_s
         awaited = [*range(len(self._who))] if wait.words is None else self._questions.missing(wait.words)
         silent = frozenset(awaited) - frozenset(answers)
@@ -693,25 +642,22 @@ class Watchdog:
         # A rank that does not answer is reported after the second question, with its stack.
         is_sure = silent <= self._suspects
         self._suspects = silent
-        found = [self._of_one(rank, answers[rank], wait) for rank in awaited if rank in answers]
+        found = [line_of(rank, answers[rank], wait) for rank in awaited if rank in answers]
         lines += [line for line, _ in found if line]
         ends = ends or RankState.STILL in (state for _, state in found)
         if not wait.is_auto or age_s <= max(wait.patience_s, wait.ends_s):
             ends = False
         is_idle = not silent and {state for _, state in found} <= {RankState.WAITS}
-        if is_idle and all(said["waits"] is not None for said in answers.values()):
-            waits = {rank: said["waits"] for rank, said in answers.items()}
+        if is_idle and all(said.waits for said in answers.values()):
             # A device may be busy with work that its rank launched before, which cannot be seen from outside.
-            flies = any(said["flies"] for said in answers.values())
-            alike = {(said["key"], said["call"]) for said in answers.values()}
+            flies = any(said.is_flying for said in answers.values())
             ends = (
-                wait.is_auto and not flies and min(seconds for _, seconds in waits.values()) > wait.patience_s
+                wait.is_auto
+                and not flies
+                and min(said.waited_s for said in answers.values()) > wait.patience_s
             )
-            lines = ["all ranks wait for one another:"]
-            lines += [f"    {what}, for {seconds:.0f} s" for what, seconds in waits.values()]
-            calls = sorted({said["call"] for said in answers.values()} - {""})
-            lines += [advice(" and ".join(calls))] if len(alike) > 1 and calls else []
-        crossed = self._crossed(wait, answers, awaited)
+            lines = lines_of_all_waiting(answers)
+        crossed = crossed_line(self._rank, wait, answers, awaited)
         if crossed:
             lines, ends = [crossed], True
         if not lines:
@@ -720,7 +666,7 @@ class Watchdog:
         speakers = [
             rank
             for rank, said in answers.items()
-            if (said["waits"] is not None if wait.words is None else rank not in awaited)
+            if (said.waits if wait.words is None else rank not in awaited)
         ]
         is_speaker = self._rank == min(speakers, default=self._rank)
         if is_speaker and is_sure and not ends and age_s > wait.patience_s:
@@ -745,59 +691,25 @@ class Watchdog:
             lines.append(f"rank {rank} does not answer: {seen}")
         return lines, ends
 
-    def _of_one(self, rank: int, said: Mapping[str, Any], wait: CollectiveWait) -> tuple[str, RankState]:
-        """Return a line about a rank that answers, and its state; no line if it waits as this rank does."""
-        for key, what, seconds, is_main, stack in said["works"]:
-            if is_main or (wait.words is not None and wait.words.key.startswith(f"{key}/")):
-                at = f"That thread is at\n{stack}"
-                return f"rank {rank} is at work on its own for {seconds:.0f} s: {what}. {at}", RankState.WORKS
-        if said["waits"] is not None:
-            what, seconds = said["waits"]
-            return ("" if wait.words is None else f"{what}, waits for {seconds:.0f} s"), RankState.WAITS
-        unmoved_s = float(said["unmoved_s"])
-        if unmoved_s > wait.patience_s / 2:
-            state = f"has not moved for {unmoved_s:.0f} s: no line, no computing, no reading or writing"
-        else:
-            state = "is alive and at work"
-        hint = f" {advice(wait.call)}." if wait.call and wait.words is not None else ""
-        return (
-            f"rank {rank} {state}.{hint} Its main thread is at\n{said['stack']}",
-            RankState.STILL if unmoved_s >= wait.standstill_s else RankState.WORKS,
-        )
-
-    def _crossed(
-        self, wait: CollectiveWait, answers: Mapping[int, dict[str, Any]], awaited: Sequence[int]
-    ) -> str:
-        """Return a sentence if two ranks have waited for one another for a while in different engine calls, else ""."""
-        own = answers.get(self._rank, {})
-        if own.get("waits") is None or own["flies"] or own["waits"][0] != str(wait):
-            return ""
-        for rank in awaited:
-            said = answers.get(rank, {})
-            if rank == self._rank or said.get("waits") is None or rank not in wait.members:
-                continue
-            is_other = said["call"] != own["call"] or said["key"] != own["key"]
-            calls = [call for call in (own["call"], said["call"]) if call]
-            if not is_other or not calls or self._rank not in said["members"]:
-                continue
-            # A rank within the call may be a phase ahead of one that reads what it has written.
-            if said["call"] == own["call"] or min(own["waits"][1], said["waits"][1]) < _SOON_S:
-                continue
-            both = " and ".join(dict.fromkeys(calls))
-            return (
-                f"it waits for rank {rank}, and {said['waits'][0]}, has waited for this one for "
-                f"{said['waits'][1]:.0f} s: neither can go on. {advice(both)}"
-            )
-        return ""
-
     def _tell(self, wait: CollectiveWait) -> None:
         """Log the state of a wait, at most once a minute."""
         if time.monotonic() - self._reported_s >= _AGAIN_S:
             self._reported_s = time.monotonic()
-            _log.warning("%s", self._sentence(wait, self._story))
+            recorder = self._doings.recorder
+            where = "" if recorder is None or recorder.path is None else recorder.path.parent
+            more = f"\nshardwise doctor {where} says more" if where else ""
+            _log.warning("%s%s", self._sentence(wait, self._story), more)
 
     def _sentence(self, wait: CollectiveWait, story: str) -> str:
         return f"{wait} has waited {time.monotonic() - wait.since_s:.0f} s: {story}"
+
+
+def _awaited(wait: CollectiveWait | None, recorder: Recorder | None) -> AwaitedCall:
+    """Return what is waited for, by its group and number in the records."""
+    if wait is None:
+        return AwaitedCall()
+    group = "" if recorder is None else recorder.name_of(wait.place)
+    return AwaitedCall(group=group, number=wait.place.number, members=list(wait.members))
 
 
 def _run(own: "weakref.ref[Watchdog]", ended: threading.Event, tick: Callable[["Watchdog"], None]) -> None:

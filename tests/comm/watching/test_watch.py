@@ -20,7 +20,8 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import CommError, DeadlineError
-from shardwise.comm import step_clock, watch
+from shardwise.comm import step_clock
+from shardwise.comm.watching import watch
 from shardwise.comm.world import World, join
 from tests.ranks import RankPool
 
