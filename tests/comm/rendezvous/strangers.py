@@ -1,6 +1,6 @@
-"""Programs without the job's secret that try to reach its store; ``python strangers.py KIND ADDRESS PORT [HEX]``.
+"""Programs without the job's secret that try to reach its store; ``python strangers.py KIND ADDRESS PORT [COUNT]``.
 
-Each prints what it got. It imports nothing but the standard library, so that a thousand of them start in seconds.
+It prints what it got, or for the kind "all", which draws COUNT of them, a list of kinds and answers as JSON. It imports nothing but the standard library, so that a thousand of them start in seconds.
 
     garbage     random bytes, read until the end
     silent      connects and says nothing
@@ -13,12 +13,14 @@ Each prints what it got. It imports nothing but the standard library, so that a 
 
 import hashlib
 import hmac
+import json
 import os
 import random
 import secrets
 import socket
 import struct
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 KINDS = ("garbage", "silent", "half_open", "guess", "replay", "torch", "huge")
 _GREETING = b"SHARDW01"
@@ -61,5 +63,17 @@ def _spoken(kind: str, opened: socket.socket, recorded: bytes) -> str:
     return "accepted" if opened.recv(1) else "closed"
 
 
+def crowd(address: str, port: int, count: int, recorded: bytes) -> list[tuple[str, str]]:
+    """Try ``count`` times, fifty at once, with drawn kinds, and return kinds and answers."""
+    draws = random.Random(port)
+    kinds = [draws.choice(KINDS) for _ in range(count)]
+    with ThreadPoolExecutor(50) as pool:
+        return list(
+            zip(kinds, pool.map(lambda kind: visit(kind, address, port, recorded), kinds), strict=True)
+        )
+
+
 if __name__ == "__main__":
-    print(visit(sys.argv[1], sys.argv[2], int(sys.argv[3]), bytes.fromhex(os.environ.get("RECORDED", ""))))
+    said = bytes.fromhex(os.environ.get("RECORDED", ""))
+    kind, where = sys.argv[1], (sys.argv[2], int(sys.argv[3]))
+    print(json.dumps(crowd(*where, int(sys.argv[4]), said)) if kind == "all" else visit(kind, *where, said))
