@@ -1,6 +1,7 @@
 """Programs without the job's secret that try to reach its store; ``python strangers.py KIND ADDRESS PORT [COUNT]``.
 
-It prints what it got, or for the kind "all", which draws COUNT of them, a list of kinds and answers as JSON. It imports nothing but the standard library, so that a thousand of them start in seconds.
+It prints what it got, or for the kind "all", which draws COUNT of them, a list of kinds and answers as JSON. It imports
+nothing but the standard library, so that it starts in a moment.
 
     garbage     random bytes, read until the end
     silent      connects and says nothing
