@@ -54,7 +54,7 @@ def test_the_store_of_one_host_listens_on_loopback_alone(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where RANK stands in the environment or mpirun started the ranks: torch's own store listens everywhere."""
-    for name in ("SHARDWISE_STORE_FD", "TORCHELASTIC_RUN_ID"):
+    for name in ("SHARDWISE_STORE_FD", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

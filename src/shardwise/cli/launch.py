@@ -143,8 +143,9 @@ LauncherName = Annotated[
     typer.Option(
         "--launcher",
         rich_help_panel=_HOSTS,
-        help="Start the ranks of all hosts from here, by ssh (also: pdsh), slurm, or mpi (also: openmpi, mpich, impi). "
-        "Left out: ssh, if a hostfile has several hosts and there is no --node_rank.",
+        help="Start the ranks of all hosts from here, by ssh (also: pdsh), slurm, or mpi (also: openmpi, mpich, impi); "
+        "or those of this host by torchrun; or print a manifest for kubernetes. Left out: ssh, if a hostfile has "
+        "several hosts and there is no --node_rank.",
     ),
 ]
 LauncherArgs = Annotated[
@@ -152,7 +153,8 @@ LauncherArgs = Annotated[
     typer.Option(
         "--launcher_args",
         rich_help_panel=_HOSTS,
-        help="Additional arguments of ssh, srun or mpirun, as in a shell.",
+        help="Additional arguments of ssh, srun, mpirun or torchrun, as in a shell; for kubernetes --image, --name, "
+        "--kind, --device, --shm and --runtime.",
     ),
 ]
 SshPort = Annotated[

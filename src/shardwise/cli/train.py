@@ -144,6 +144,7 @@ def _launch(request: "CommandRequest", choice: "HostChoice") -> int:
     What the ranks check as well is checked here first, so that a fault is reported once, before anything has started.
     """
     import shlex
+    from dataclasses import replace
     from pathlib import Path
 
     from shardwise.cli.run_folder import RunFolder
@@ -164,6 +165,5 @@ def _launch(request: "CommandRequest", choice: "HostChoice") -> int:
         with folder.claimed():
             pass  # rank 0 locks the folder for the whole run; a second run is refused before its ranks start
     program = RankProgram("module", "shardwise.cli.rank", (request.to_json(),))
-    return start(
-        program, place, choice, RankOptions(folder.logs, words=tuple(shlex.split(request.command())[1:]))
-    )
+    words = tuple(shlex.split(replace(request, ranks=None, host_words=()).command())[1:])
+    return start(program, place, choice, RankOptions(folder.logs, words=words))

@@ -1,13 +1,15 @@
 """From the options of ``shardwise launch`` and ``shardwise train`` about hosts to a running job.
 
-no option of hosts              ranks on this host                                            local.py
---node_rank N                   this host's part of a job that the user starts on each host   local.py
---launcher NAME                 an agent on every host, from here                             cluster.py
---hostfile with several hosts   the same, by ssh
---render                        print what would be started
+    no option of hosts              ranks on this host                                            local.py
+    --node_rank N                   this host's part of a job that the user starts on each host   local.py
+    --launcher NAME                 an agent on every host, from here                             cluster.py
+    --hostfile with several hosts   the same, by ssh
+    --launcher torchrun             this host's part, by torch's agent                            backends/torchrun.py
+    --render                        print what would be started
+
+Options that contradict one another are refused before anything starts.
 """
 
-import contextlib
 import os
 import secrets
 import shlex
@@ -21,7 +23,14 @@ from rich.console import Console
 from shardwise.base.errors import UsageError
 from shardwise.base.words import counted
 from shardwise.launch.backends import AGENTLESS, LAUNCHERS, launcher_of
+from shardwise.launch.backends.kubernetes import manifest, manifest_options
 from shardwise.launch.backends.slurm import batch_script
+from shardwise.launch.backends.torchrun import (
+    SEPARATE_STORE,
+    become_torchrun,
+    torchrun_command,
+    torchrun_environment,
+)
 from shardwise.launch.cluster import ClusterJob, run_on_hosts
 from shardwise.launch.environment import SECRET
 from shardwise.launch.hosts import (
@@ -106,14 +115,22 @@ class RankOptions(NamedTuple):
     says: Callable[[Sequence[int]], None] | None = None
     """Function that is called with the process numbers of this host's ranks."""
     words: tuple[str, ...] = ()
-    """Words after ``shardwise`` that start the job again; empty: those of ``shardwise launch``."""
+    """Words after ``shardwise`` that start the job again, without options of hosts; empty: those of ``launch``."""
 
-    def repeated(self) -> list[str]:
-        """Return the options as words of the command line of ``shardwise launch``."""
+    def repeated(self, program: RankProgram, of_hosts: Sequence[str]) -> list[str]:
+        """Return the words after ``shardwise`` that start a program again.
+
+        Args:
+            program: The program.
+            of_hosts: Options of hosts.
+        """
+        if self.words:
+            return [*self.words, *of_hosts]
         named = {"--logs": self.logs, "--bind_core_list": self.core_list}
         words = [word for name, value in named.items() if value is not None for word in (name, str(value))]
         flags = {"--as-deepspeed": self.as_deepspeed, "--bind_cores_to_rank": self.binds_cores}
-        return words + [name for name, is_set in flags.items() if is_set]
+        words += [name for name, is_set in flags.items() if is_set]
+        return ["launch", *of_hosts, *words, *program.words()]
 
 
 class JobPlace(NamedTuple):
@@ -278,6 +295,8 @@ def start(
         UsageError: if options contradict one another.
         ConfigError: if a host is not reached or its ranks cannot be started.
     """
+    if place.launcher == "kubernetes":
+        return _print_manifest(program, place, choice, options)
     variables = dict(exports or {}) | exported(choice, place.launcher is not None)
     if place.launcher is not None and place.launcher not in AGENTLESS:
         return _start_agents(program, place, choice, options, variables)
@@ -286,6 +305,8 @@ def start(
     )
     if not place.hides_devices:
         here = here._replace(slots=None)
+    if place.launcher == "torchrun":
+        return _become_torchrun(program, here, len(place.hosts), choice, options, variables)
     cores_of = (
         cores_of_ranks(options.core_list, here.local) if options.binds_cores or options.core_list else ()
     )
@@ -314,12 +335,8 @@ def _start_agents(
     launcher = launcher_of(place.launcher, _words(choice.launcher_args), choice.ssh_port)
     console = lasting_console(stderr=True)
     if choice.renders and place.launcher == "slurm":
-        words = options.words or ("launch", *choice.words(), *options.repeated(), *program.words())
-        print(
-            batch_script(
-                [sys.executable, "-m", "shardwise", *words], len(place.hosts), len(place.hosts[0].slots)
-            )
-        )
+        words = [sys.executable, "-m", "shardwise", *options.repeated(program, choice.words())]
+        print(batch_script(words, len(place.hosts), len(place.hosts[0].slots)))
         return 0
     if choice.renders:
         print("\n".join(_comments(program, place, variables)))
@@ -331,8 +348,7 @@ def _start_agents(
         )
     for host in place.hosts:
         check_ranks(len(host.slots))
-    with contextlib.suppress(OSError):
-        check_script(program)
+    check_script(program)
     order = AgentOrder(
         HostRanks(1, 1),
         program,
@@ -346,6 +362,52 @@ def _start_agents(
     )
     job = ClusterJob(place.hosts, order, choice.address, choice.port or 0, place.hides_devices)
     return run_on_hosts(job, launcher, console)
+
+
+def _become_torchrun(
+    program: RankProgram,
+    here: HostRanks,
+    nodes: int,
+    choice: HostChoice,
+    options: RankOptions,
+    variables: Mapping[str, str],
+) -> int:
+    """Replace this process by torch's agent, or print its command."""
+    if options.as_deepspeed or options.binds_cores or options.core_list or options.says is not None:
+        raise UsageError(
+            "launch: --as-deepspeed, --bind_cores_to_rank, --bind_core_list and --save_pid are of our own launcher; "
+            "leave them out with --launcher torchrun, or leave out --launcher torchrun"
+        )
+    arguments = _words(choice.launcher_args)
+    if options.logs is not None and not options.words:
+        arguments = [f"--log-dir={options.logs}", "--redirects=3", "--tee=0:3", *arguments]
+    command = torchrun_command(program, here, nodes, choice.node_rank or 0, arguments)
+    if not choice.renders:
+        become_torchrun(command, torchrun_environment(here, variables))
+    print(f"{SEPARATE_STORE}=1 {shlex.join(command)}")
+    return 0
+
+
+def _print_manifest(program: RankProgram, place: JobPlace, choice: HostChoice, options: RankOptions) -> int:
+    """Print the manifest of a job on Kubernetes.
+
+    Raises:
+        UsageError: without ``--render``, because nothing is started there from here.
+    """
+    if not choice.renders:
+        raise UsageError(
+            "launch: --launcher kubernetes starts nothing; give --render, and hand the manifest to kubectl apply -f -"
+        )
+    wanted = manifest_options(_words(choice.launcher_args))
+    words = options.repeated(program, ())
+    if wanted.kind == "trainjob":
+        flags = {"script": [], "module": ["--module"], "program": ["--no-python"]}[program.kind]
+        words = (
+            ["--module", "shardwise", *words] if options.words else [*flags, program.name, *program.arguments]
+        )
+    names = [each.partition("=")[0] for each in choice.exports]
+    print(manifest(place.hosts, words, names, wanted, _PORT if choice.port is None else choice.port), end="")
+    return 0
 
 
 def _words(text: str) -> list[str]:

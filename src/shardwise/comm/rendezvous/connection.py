@@ -88,7 +88,7 @@ class StoreAccess(NamedTuple):
 
 def is_under_agent(env: Mapping[str, str]) -> bool:
     """Return whether torchrun's agent serves the store."""
-    return "TORCHELASTIC_RUN_ID" in env
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def connect(

@@ -1,8 +1,12 @@
 """Back ends of ``shardwise launch --launcher NAME``: programs that start the agent of each host.
 
-ssh, pdsh                    ssh.py          ``ssh HOST``
-mpi, openmpi, mpich, impi    mpi.py          ``mpirun`` with one process on the host
-slurm                        slurm.py        ``srun`` inside an allocation
+    ssh, pdsh                    ssh.py          ``ssh HOST``
+    mpi, openmpi, mpich, impi    mpi.py          ``mpirun`` with one process on the host
+    slurm                        slurm.py        ``srun`` inside an allocation
+    torchrun                     torchrun.py     torch's own agent, for this host's part alone
+    kubernetes                   kubernetes.py   a manifest, printed
+
+The last two start no agent of ours.
 """
 
 from collections.abc import Sequence
@@ -12,7 +16,7 @@ from shardwise.launch.backends.protocol import Launcher
 from shardwise.launch.backends.slurm import SlurmLauncher
 from shardwise.launch.backends.ssh import SshLauncher
 
-AGENTLESS: tuple[str, ...] = ()
+AGENTLESS = ("torchrun", "kubernetes")
 """Back ends that start no agent of ours on other hosts."""
 LAUNCHERS = ("ssh", "pdsh", "mpi", "openmpi", "mpich", "impi", "slurm", *AGENTLESS)
 """Values of ``--launcher``."""
