@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from tests.namespaces import NamespaceHost, namespaces
 
 _TRAIN = """
@@ -100,23 +101,71 @@ def _losses(text: str) -> list[float]:
     return [float(line.split()[1]) for line in text.splitlines() if line.startswith("loss ")]
 
 
-def _run(hosts: list[NamespaceHost], script: Path, *words: str) -> list[str]:
+def _run(hosts: list[NamespaceHost], script: Path, *words: str, launcher: str = "") -> list[str]:
     """What two ranks on each host printed, by host."""
     launch = [sys.executable, "-m", "shardwise", "launch", "-n", "2", "--num_nodes", "2"]
+    launch += ["--launcher", launcher] if launcher else []
+    return _outputs(
+        hosts,
+        [
+            [*launch, "--node_rank", str(number), "--master_addr", hosts[0].address, str(script), *words]
+            for number in range(len(hosts))
+        ],
+    )
+
+
+def _outputs(hosts: list[NamespaceHost], commands: list[list[str]]) -> list[str]:
+    """What one command on each host printed."""
     started = [
         host.start(
-            *(*launch, "--node_rank", str(number)),
-            *("--master_addr", hosts[0].address, str(script), *words),
+            *command,
             env=os.environ | {"SHARDWISE_SECRET": "of both hosts"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for number, host in enumerate(hosts)
+        for host, command in zip(hosts, commands, strict=True)
     ]
-    said = [process.communicate(timeout=120)[0] for process in started]
+    said = [process.communicate(timeout=240)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], said
     return said
+
+
+def _losses_alone(script: Path) -> list[float]:
+    alone = [sys.executable, "-m", "shardwise", "launch", "-n", "4", str(script)]
+    one = subprocess.run(alone, capture_output=True, text=True, timeout=120)
+    assert len(_losses(one.stdout)) == 3, one.stderr
+    return _losses(one.stdout)
+
+
+@pytest.mark.soak
+def test_two_hosts_train_as_one_by_torchrun(hosts: list[NamespaceHost], tmp_path: Path) -> None:
+    """Names resolve nowhere, and torch's agents find one another by numeric addresses."""
+    script = tmp_path / "train.py"
+    script.write_text(_TRAIN)
+    said = _run(hosts, script, launcher="torchrun")
+    assert _losses("\n".join(said)) == pytest.approx(_losses_alone(script), rel=1e-12)
+
+
+@pytest.mark.soak
+def test_two_pods_train_as_one(tmp_path: Path) -> None:
+    """The manifest's container commands, run on two hosts with the variables and the name that Kubernetes gives."""
+    script = tmp_path / "train.py"
+    script.write_text(_TRAIN)
+    render = ["launch", "--launcher", "kubernetes", "--render", "--launcher_args", "--name trial"]
+    render += ["--num_nodes", "2", "--ranks", "2", str(script)]
+    shown = subprocess.run([sys.executable, "-m", "shardwise", *render], capture_output=True, text=True)
+    _, job = yaml.safe_load_all(shown.stdout)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    commands = [
+        [sys.executable, "-m", *container["command"]]
+        + [word.replace("$(JOB_COMPLETION_INDEX)", index).replace("$$", "$") for word in container["args"]]
+        for index in "01"
+    ]
+    resolves = {"trial-0.trial": "10.213.7.1", "trial-1.trial": "10.213.7.2"}
+    with namespaces(names=("trial-0", "trial-1"), resolves=resolves) as pods:
+        said = _outputs(pods, commands)
+    assert _losses(said[0]) == pytest.approx(_losses_alone(script), rel=1e-12)
 
 
 @pytest.mark.soak
@@ -129,10 +178,7 @@ def test_two_hosts_train_as_one(hosts: list[NamespaceHost], tmp_path: Path, trai
     for number, text in enumerate(said):
         assert f"interface cable{number + 1}" in text
         assert f"ranks {2 * number} to {2 * number + 1} of 4" in text
-    alone = [sys.executable, "-m", "shardwise", "launch", "-n", "4", str(script)]
-    one = subprocess.run(alone, capture_output=True, text=True, timeout=60)
-    assert len(_losses(one.stdout)) == 3, one.stderr
-    assert _losses(said[0]) == pytest.approx(_losses(one.stdout), rel=1e-12)
+    assert _losses(said[0]) == pytest.approx(_losses_alone(script), rel=1e-12)
     assert [line for line in said[0].splitlines() if line.startswith("rows ")] == (
         ["rows 240 80"] * 2 if training is _EXPERTS else []
     )
