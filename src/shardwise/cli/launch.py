@@ -143,9 +143,9 @@ LauncherName = Annotated[
     typer.Option(
         "--launcher",
         rich_help_panel=_HOSTS,
-        help="Start the ranks of all hosts from here, by ssh (also: pdsh), slurm, or mpi (also: openmpi, mpich, impi); "
-        "or those of this host by torchrun; or print a manifest for kubernetes. Left out: ssh, if a hostfile has "
-        "several hosts and there is no --node_rank.",
+        help="Start the ranks of all hosts from here, by ssh (or pdsh), slurm, ray, mpi (or openmpi, mpich, impi); or "
+        "those of this host by torchrun; or print a manifest for kubernetes. Left out: ssh, if a hostfile has several "
+        "hosts and there is no --node_rank.",
     ),
 ]
 LauncherArgs = Annotated[

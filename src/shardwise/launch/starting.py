@@ -172,7 +172,7 @@ def place_of(choice: HostChoice, counts_devices: bool) -> JobPlace:
             name = "ssh"
         return JobPlace(hosts, True, name)
     if name is not None and name not in AGENTLESS:
-        found = launcher_of(name).hosts_here(choice.ranks, choice.num_nodes)
+        found = launcher_of(name, _words(choice.launcher_args)).hosts_here(choice.ranks, choice.num_nodes)
         return JobPlace(choose(found, choice.include, choice.exclude), False, name)
     if choice.include or choice.exclude:
         slots = slots_named(choice.include) if choice.include else []

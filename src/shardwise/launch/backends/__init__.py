@@ -3,6 +3,7 @@
     ssh, pdsh                    ssh.py          ``ssh HOST``
     mpi, openmpi, mpich, impi    mpi.py          ``mpirun`` with one process on the host
     slurm                        slurm.py        ``srun`` inside an allocation
+    ray                          ray.py          an actor on each node
     torchrun                     torchrun.py     torch's own agent, for this host's part alone
     kubernetes                   kubernetes.py   a manifest, printed
 
@@ -13,12 +14,13 @@ from collections.abc import Sequence
 
 from shardwise.launch.backends.mpi import MpiLauncher
 from shardwise.launch.backends.protocol import Launcher
+from shardwise.launch.backends.ray import RayLauncher
 from shardwise.launch.backends.slurm import SlurmLauncher
 from shardwise.launch.backends.ssh import SshLauncher
 
 AGENTLESS = ("torchrun", "kubernetes")
 """Back ends that start no agent of ours on other hosts."""
-LAUNCHERS = ("ssh", "pdsh", "mpi", "openmpi", "mpich", "impi", "slurm", *AGENTLESS)
+LAUNCHERS = ("ssh", "pdsh", "mpi", "openmpi", "mpich", "impi", "slurm", "ray", *AGENTLESS)
 """Values of ``--launcher``."""
 
 
@@ -34,4 +36,6 @@ def launcher_of(name: str, arguments: Sequence[str] = (), ssh_port: int | None =
         return SshLauncher(arguments, ssh_port)
     if name == "slurm":
         return SlurmLauncher(arguments)
+    if name == "ray":
+        return RayLauncher(arguments)
     return MpiLauncher(arguments, name)

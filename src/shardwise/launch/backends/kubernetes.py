@@ -14,11 +14,12 @@ started again and goes on from the last checkpoint. The namespace is the one to 
 import argparse
 import re
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
 from shardwise.base.errors import UsageError
+from shardwise.launch.backends.protocol import LauncherArguments
 from shardwise.launch.environment import SECRET
 from shardwise.launch.hosts import Host
 
@@ -29,18 +30,13 @@ _ELASTIC_RUNTIME = "torch-distributed"
 Manifest = dict[str, Any]
 
 
-class _Options(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"launch: --launcher_args: {message}")
-
-
 def manifest_options(words: Sequence[str]) -> argparse.Namespace:
     """Return the options in ``--launcher_args``.
 
     Raises:
         UsageError: if a word is unknown or a value is none that Kubernetes takes.
     """
-    parser = _Options(prog="--launcher_args", add_help=False, allow_abbrev=False)
+    parser = LauncherArguments()
     parser.add_argument("--image", default="shardwise")
     parser.add_argument("--name", default="shardwise")
     parser.add_argument("--kind", choices=["job", "trainjob"], default="job")

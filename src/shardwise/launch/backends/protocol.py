@@ -6,6 +6,7 @@ process. Everything else is the same for all back ends: the order, the address, 
 :class:`CommandLauncher`.
 """
 
+import argparse
 import os
 import shlex
 import shutil
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.base.words import in_words
@@ -126,6 +127,17 @@ class CommandLauncher(ABC):
     def render(self, hosts: Sequence[Host]) -> str:
         """Return one command a host; the order goes to its standard input."""
         return "\n".join(shlex.join(self.command(host, agent_command())) for host in hosts)
+
+
+class LauncherArguments(argparse.ArgumentParser):
+    """The parser of ``--launcher_args`` for a back end whose words are Shardwise's own."""
+
+    def __init__(self) -> None:
+        super().__init__(prog="--launcher_args", add_help=False, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError: argparse itself would end the process."""
+        raise UsageError(f"launch: --launcher_args: {message}")
 
 
 def agent_command(environment: Mapping[str, str] = os.environ) -> list[str]:

@@ -1,0 +1,128 @@
+"""Jobs on a cluster of Ray on two network namespaces: ``make soak``, as root, with the extra ``ray``."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.launch.test_ssh_hosts import HOSTILE, PROGRAM, TRAIN
+from tests.namespaces import NamespaceHost, namespaces
+
+from shardwise.launch.processes import of_job
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+
+
+class RayCluster:
+    """Two nodes of Ray with two processors each."""
+
+    def __init__(self, hosts: list[NamespaceHost], folder: Path) -> None:
+        self.hosts, self.folder = hosts, folder
+
+    def command(self, text: str, *words: str, ranks: int = 2) -> list[str]:
+        for path in (*self.folder.glob("job.*"), *self.folder.glob("rank.*")):
+            path.unlink()
+        (self.folder / "program.py").write_text(text)
+        launch = [sys.executable, "-m", "shardwise", "launch", "--launcher", "ray", "--ranks", str(ranks)]
+        address = f"--launcher_args=--address {self.hosts[0].address}:6379"
+        # On the second node, which is not Ray's head.
+        return self.hosts[1].command(*launch, address, str(self.folder / "program.py"), *words)
+
+    def run(self, text: str, *words: str, code: int = 0, ranks: int = 2) -> str:
+        command = self.command(text, *words, ranks=ranks)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=self.folder)
+        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+        return done.stdout + done.stderr
+
+    def left_over(self) -> list[int]:
+        return [pid for path in self.folder.glob("job.*") for pid in of_job(path.name.removeprefix("job."))]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("needs Ray: pip install 'shardwise[ray]'")
+    folder = tmp_path_factory.mktemp("ray")
+    options = ["--num-cpus=2", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
+    with namespaces(2) as hosts:
+        started = []
+        for host in hosts:
+            place = [f"--address={hosts[0].address}:6379"]
+            if host is hosts[0]:
+                place = [
+                    "--head",
+                    "--port=6379",
+                    "--include-dashboard=false",
+                    f"--temp-dir=/tmp/r{os.getpid()}",
+                ]
+            ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *place, *options]
+            log = (folder / f"{host.hostname}.log").open("w")
+            words = [*ray, f"--node-ip-address={host.address}"]
+            started.append(host.start(*words, stdout=log, stderr=log, start_new_session=True))
+            log.close()
+            end = time.monotonic() + 90
+            while "Ray runtime started" not in (folder / f"{host.hostname}.log").read_text():
+                assert time.monotonic() < end, (folder / f"{host.hostname}.log").read_text()
+                time.sleep(0.2)
+        try:
+            yield RayCluster(hosts, folder)
+        finally:
+            for process in reversed(started):
+                process.send_signal(signal.SIGTERM)
+            for process in started:
+                process.wait(30)
+
+
+def test_arguments_arrive_byte_for_byte(cluster: RayCluster) -> None:
+    text = PROGRAM + "(here / f'argv.{rank}').write_text(json.dumps(sys.argv[1:]))\n"
+    given = [word for word in HOSTILE if word != "\udcff"]
+    cluster.run(text, *given)
+    for rank in range(4):
+        assert json.loads((cluster.folder / f"argv.{rank}").read_text()) == given
+    assert "Ray takes no command with arguments that are not text" in cluster.run(text, "\udcff", code=2)
+    assert not list(cluster.folder.rglob("BAD"))
+
+
+def test_two_nodes_train_as_one_process_group(cluster: RayCluster) -> None:
+    said = cluster.run(TRAIN, "0")
+    words = [sys.executable, "-m", "shardwise", "launch", "-n", "4", str(cluster.folder / "program.py"), "0"]
+    alone = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    here, one = (
+        [float(line.split()[1]) for line in text.splitlines() if line.startswith("loss ")]
+        for text in (said, alone.stdout)
+    )
+    assert len(one) == 3 and here == pytest.approx(one, rel=1e-12), said
+
+
+def test_the_first_failure_of_another_node_is_shown_first(cluster: RayCluster) -> None:
+    said = cluster.run(PROGRAM + "if rank == 3:\n    raise ValueError('the cause')\ntime.sleep(60)\n", code=1)
+    assert f"rank 3 on {cluster.hosts[1].address} failed: ValueError: the cause" in said
+    assert "Traceback" in said and not cluster.left_over()
+
+
+def test_no_rank_outlives_the_launcher(cluster: RayCluster) -> None:
+    command = cluster.command(PROGRAM + "time.sleep(600)\n")
+    job = subprocess.Popen(command, cwd=cluster.folder, stderr=subprocess.PIPE)
+    end = time.monotonic() + 60
+    while len(list(cluster.folder.glob("rank.*"))) < 4:
+        assert job.poll() is None and time.monotonic() < end, job.communicate()
+        time.sleep(0.02)
+    job.kill()
+    since = time.monotonic()
+    while cluster.left_over():
+        assert time.monotonic() < since + 8, cluster.left_over()
+        time.sleep(0.02)
+    print(f"gone after {time.monotonic() - since:.2f} s")
+    job.communicate()
+
+
+def test_more_ranks_than_a_node_has_are_refused(cluster: RayCluster) -> None:
+    since = time.monotonic()
+    assert "asked 3, have 2" in cluster.run(PROGRAM, code=2, ranks=3)
+    assert time.monotonic() - since < 15
