@@ -135,7 +135,8 @@ def refused(world: World) -> list[str]:
             shardwise.initialize(model, {"mesh": {"cp": 2}}, world=world)
         except PlanError as error:
             said.append(str(error))
-    engine = begin(world, {"mesh": {"cp": 2}})
+    engine = begin(world, {"mesh": {"cp": 2}, "zero": {"stage": 3}})
+    before = engine.state_dict()
     for given in (
         lambda: engine.train_step([batch(40)]),
         lambda: engine.train_step([batch(8, world.rank)]),
@@ -145,12 +146,16 @@ def refused(world: World) -> list[str]:
         except (UsageError, DataError) as error:
             said.append(str(error))
             engine.discard()
+    after = engine.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items()), "no weight has moved"
     engine.close()
     return said
 
 
 def test_what_cannot_be_cut_is_refused(ranks: Any) -> None:
-    for said in ranks(2).run(refused):
+    by_rank = ranks(2).run(refused)
+    assert by_rank[0] == by_rank[1], "one sentence on all ranks"
+    for said in by_rank:
         foreign, own, both_ways, long, unlike = said
         assert "attention function of its own" in own and "positions" in both_ways
         assert "rnn (LSTM) mixes tokens" in foreign
@@ -176,6 +181,8 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "mistral": {**SMALL, "sliding_window": 5},
     "gemma3_text": {**SMALL, **LAYERS},
     "gpt_oss": {**SMALL, **LAYERS, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "mixtral": {**SMALL, **dict(num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)}
+    | {"experts_implementation": "eager"},
     "gpt2": {"n_layer": 2, "n_embd": 16, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 32}
     | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
 }

@@ -302,7 +302,7 @@ def planted_in_transformers(world: World) -> dict[str, str]:
 def test_wrong_windows_and_sinks_of_transformers_are_seen(ranks: Any) -> None:
     for said in ranks(2).run(planted_in_transformers):
         assert said.keys() == {"mistral", "gpt_oss"}
-        assert all("uncut" in text for text in said.values()), said
+        assert all("cut by mesh.cp: 2 does not compute" in text for text in said.values()), said
 
 
 class Pooled(Gpt):

@@ -54,6 +54,8 @@ class Layout(NamedTuple):
     """Method of context parallelism."""
     ulysses: int = 0
     """Ranks that exchange heads; 0: as the method has it."""
+    replicate: int = 1
+    """Copies of the cut state along dp (HSDP)."""
     seconds: str = ""
     """File by which "measured" stages are cut."""
 
@@ -128,9 +130,15 @@ def truth(family: str, kv_heads: int, layers: int, heads: int) -> list[Truth]:
     return train(model, optimizer, steps, lambda model, batch: model(*batch), CLIP)
 
 
+def _dp_of(layout: Layout) -> Any:
+    if layout.replicate == 1:
+        return layout.dp
+    return {"replicate": layout.replicate, "shard": layout.dp // layout.replicate}
+
+
 def config_of(layout: Layout, check: str = "auto") -> dict[str, Any]:
     return {
-        "mesh": {"pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp},
+        "mesh": {"pp": layout.pp, "dp": _dp_of(layout), "cp": layout.cp, "tp": layout.tp},
         "zero": {"stage": layout.stage, "reshard_after_forward": layout.reshard_after_forward},
         "tensor": {"sequence_parallel": layout.sequence, "overlap": layout.overlap or "auto"},
         "pipeline": {
@@ -283,6 +291,7 @@ LAYOUTS = [
     Layout(cp=4, context="ulysses", heads=6, kv_heads=2, stage=3, recompute="selective"),
     Layout(cp=2, pp=2, context="ulysses", microbatches=3, stage=1),
     Layout(cp=4, context="ring", ulysses=2, heads=6, kv_heads=2),
+    *(Layout(cp=2, dp=2, replicate=2, stage=3, microbatches=2, context=method) for method in METHODS),
     # Stages in a V, with ties between the first and the last, and backward passes in two parts.
     Layout(pp=2, microbatches=1, schedule="dualpipe_v", family="gpt2"),
     Layout(pp=2, microbatches=3, schedule="zb_v"),

@@ -28,7 +28,8 @@ from shardwise.engine.parts.shared import SharedGradients
 from shardwise.engine.step import end as step_end
 from shardwise.engine.step import training_step
 from shardwise.engine.step.pipeline import _PipelineTraining
-from shardwise.kernels import deferred
+from shardwise.kernels import deferred, viewed_attention
+from shardwise.kernels.attention_view import PackedDocuments
 from shardwise.kernels.deferred import ProductQueue
 from shardwise.kernels.dropout import EqualPart
 from shardwise.models import dropout
@@ -36,6 +37,7 @@ from shardwise.models.dropout import KeyedDropout
 from shardwise.models.layers import Attention
 from shardwise.optim.flat import FlatOptimizer
 from shardwise.parallel.context import attention as context_attention
+from shardwise.parallel.context import region as context_region
 from shardwise.parallel.context.region import ContextRegion
 from shardwise.parallel.expert import router as expert_router
 from shardwise.parallel.expert.dispatch import RoundRoutes, RowRoutes
@@ -982,6 +984,42 @@ def keys_of_other_ranks_are_not_seen(rank: int) -> Patch:
     return patch.object(context_attention, "_leave", lambda k, v, site, what: lambda: None)
 
 
+def ends_of_documents_are_ignored(rank: int) -> Patch:
+    """The parts of packed sequences are attended to as one document."""
+    right = context_region.packed_documents
+
+    def wrong(documents: Tensor, shape: Any) -> PackedDocuments:
+        found = right(documents, shape)
+        return PackedDocuments(((0,),) * len(found.starts), found.length)
+
+    return patch.object(context_region, "packed_documents", wrong)
+
+
+def positions_go_on_through_documents(rank: int) -> Patch:
+    """The tokens of a part take their places in the packed sequence as positions."""
+    return patch.object(context_region.SequenceCut, "positions", lambda self, places: places)
+
+
+def windows_are_longer_by_one(rank: int) -> Patch:
+    """A token of a part sees one token more than its window has."""
+    right = ContextRegion.site
+
+    def wrong(self: ContextRegion, name: str, window: int | None = None) -> Any:
+        return right(self, name, None if window is None else window + 1)
+
+    return patch.object(ContextRegion, "site", wrong)
+
+
+def a_sink_counts_twice(rank: int) -> Patch:
+    """The sink is added to each of two parts of the keys, and not to their sum."""
+    right = viewed_attention.with_sink
+
+    def wrong(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+        return right(out, right(out, lse, sink), sink)
+
+    return patch.object(viewed_attention, "with_sink", wrong)
+
+
 def products_are_forgotten(rank: int) -> Patch:
     """W drops the products that wait for it."""
     right = ProductQueue.take
@@ -1079,6 +1117,7 @@ SPLIT = Case("pp=2", "gpt2", microbatches=4, keys=(("pipeline.schedule", "zb_h1"
 TIED = Case("pp=3", "gpt2", microbatches=4)
 DATA, STAGE_1 = Case("dp=2,zero=0", microbatches=2), Case("dp=2,zero=1", microbatches=2)
 STAGE_2, STAGE_3 = Case("dp=2,zero=2", microbatches=2), Case("dp=2,zero=3", microbatches=2)
+PACKED, WINDOWS = Case("cp=2", "packed"), Case("cp=2", "windows")
 CUT = Case("cp=2", keys=(("context.method", "planned"),))
 EXPERTS = Case("dp=2,ep=2,zero=1", "experts")
 DROPPING = Case("tp=2", "dropout", reference="layout")
@@ -1264,6 +1303,11 @@ BUGS: list[Bug] = [
     _bug(parts_count_alike, CUT, "gradient", "*", by="check"),
     _bug(every_copy_in_the_norm, CUT, "norm", shows=("norm",), name="copies in the norm, cp", by="check"),
     _bug(keys_of_other_ranks_are_not_seen, CUT, "activation", "*", ALL, by="check"),
+    _bug(ends_of_documents_are_ignored, PACKED, "activation", "*", ALL, by="check"),
+    _bug(positions_go_on_through_documents, PACKED, "activation", "*", ALL, by="check"),
+    _bug(windows_are_longer_by_one, WINDOWS, "activation", "*", ALL, by="check"),
+    # The check's uncut model computes sinks by the same function.
+    _bug(a_sink_counts_twice, WINDOWS, "activation", "*", ALL),
     # Backward passes in two parts
     _bug(products_are_forgotten, SPLIT, "gradient", "*", by="check"),
     _bug(products_of_another_sample, SPLIT, "gradient", "*", by="check"),

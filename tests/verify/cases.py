@@ -79,6 +79,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: _gpt(),
     "llama kv2": lambda: _gpt(kv_heads=2),
     "gpt2": lambda: _gpt(family="gpt2"),
+    "packed": lambda: _gpt(family="gpt2"),
+    "windows": lambda: _gpt(layers=2, kv_heads=2, sliding_window=4, sinks=True),
     "dropout": lambda: _gpt(dropout=0.2),
     "experts": lambda: _gpt(layers=2, experts=GptExperts(count=4, hidden=8, router=RouterPolicy(top_k=2))),
     "user": _users_model,
@@ -141,7 +143,11 @@ class Case(NamedTuple):
         return [self.arranged(tokens[i], targets[i]) for i in mine], [self.weight(targets[i]) for i in mine]
 
     def arranged(self, tokens: Tensor, targets: Tensor) -> Any:
-        """A microbatch as the model takes it."""
+        """A microbatch as the model takes it; packed sequences have two documents each, of a length that their first
+        token decides."""
+        if self.model == "packed":
+            documents = (torch.arange(tokens.shape[1]) >= 3 + tokens[:, :1] % 6).long()
+            return {"tokens": tokens, "targets": targets, "documents": documents}
         return (
             {"input_ids": tokens, "labels": targets}
             if self.model.startswith("foreign")

@@ -74,7 +74,7 @@ def plainly(case: Case) -> RunFacts:
         tokens, targets = case.batch(step)
         each = [(tokens[i : i + 1], targets[i : i + 1]) for i in range(len(tokens))]
         batches = [(case.arranged(*pair), case.weight(pair[1])) for pair in each if case.weight(pair[1])]
-        (truth,) = train(model, optimizer, [batches], lambda model, batch: model(*batch), CLIP)
+        (truth,) = train(model, optimizer, [batches], _call, CLIP)
         moments = {
             f"{name} {label}": optimizer.state[parameter][label].clone()
             for name, parameter in named.items()
@@ -87,6 +87,10 @@ def plainly(case: Case) -> RunFacts:
             )
         )
     return RunFacts(start, found)
+
+
+def _call(model: Any, batch: Any) -> Tensor:
+    return model(**batch) if isinstance(batch, Mapping) else model(*batch)
 
 
 def laid_out(
@@ -128,7 +132,7 @@ def _step(engine: Engine, case: Case, step: int) -> StepFacts:
     training._summed = with_gradients  # type: ignore[method-assign]
     try:
         parts = engine._parts
-        batches, weights = case.pieces(parts.dp.size, engine.dp_index, step)
+        batches, weights = case.pieces(parts.mesh.size("data"), engine.dp_index, step)
         result = engine.train_step(batches, weights)
     finally:
         training._summed = summed  # type: ignore[method-assign]

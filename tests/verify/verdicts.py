@@ -296,6 +296,22 @@ VERDICTS: dict[str, ExpectedVerdict] = {
         "input 0 of blocks.0.attention.out, microbatch 0, step 0",
         unexplained="attention to some of the keys was computed nowhere in the reference",
     ),
+    "ends of documents are ignored": _E(
+        "input 0 of dropout, microbatch 0, step 0",
+        unexplained="tokens of a later document take embeddings of positions that no token of their places has",
+    ),
+    "positions go on through documents": _E(
+        "input 0 of dropout, microbatch 0, step 0",
+        unexplained="tokens of a later document take embeddings of positions that no token of their places has",
+    ),
+    "windows are longer by one": _E(
+        "input 0 of blocks.0.attention.out, microbatch 0, step 0",
+        unexplained="attention to one key more was computed nowhere in the reference",
+    ),
+    "a sink counts twice": _E(
+        "input 0 of blocks.0.attention.out, microbatch 0, step 0",
+        unexplained="each token and head is too small by a share of its own",
+    ),
     # Backward passes in two parts
     "products are forgotten": _E(
         "blocks.3.mlp.down.bias, which the layout does not have, step 0", "it is zero"

@@ -163,8 +163,8 @@ class ModelCut:
         group = self.ranks.groups.get("cp")
         if group is None or group.size == 1:
             return
-        _refuse_context(self.model, group.size)
         parts = self._tp.size if self.described.cuts_sequence else 1
+        _refuse_context(self.model, group.size, parts)
         groups = self.ranks.groups
         heads, tokens = groups.get("cp_heads") or Group.alone("cp_heads"), groups.get("cp_tokens") or group
         ranks = ContextRanks(group, heads, tokens, self.policies.keys)
@@ -253,7 +253,7 @@ def apply_to_model(cut: ModelCut, engine_steps: Mapping[str, Step]) -> Stages:
     return cut.stages
 
 
-def _refuse_context(model: nn.Module, ranks: int) -> None:
+def _refuse_context(model: nn.Module, ranks: int, parts: int) -> None:
     """Raise PlanError if a model mixes tokens in a layer that cannot exchange keys along "cp"."""
     name, why = type(model).__name__, ""
     is_theirs = hasattr(getattr(model, "config", None), "_attn_implementation")
@@ -263,8 +263,12 @@ def _refuse_context(model: nn.Module, ranks: int) -> None:
         why = check_model(model)
     elif takes_interface(model) and (mixing := other_mixing(model)):
         why = f"{name} has {mixing}, which mixes tokens in another way than attention to earlier ones"
-    elif getattr(getattr(model, "config", None), "output_router_logits", False):
-        why = f"{name} adds a loss of its routers that counts all tokens of a microbatch (config.output_router_logits)"
+    elif parts > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise PlanError(
+            f"mesh.cp: {name} adds a loss of its routers (config.output_router_logits), which counts all tokens of a "
+            f"microbatch, and tensor parallelism cuts those of a rank into {parts} parts beside cp; set "
+            "tensor.sequence_parallel: false, or mesh.cp: 1"
+        )
     if why:
         raise PlanError(f"mesh.cp: {ranks} cuts sequences, and {why}; set mesh.cp: 1")
 

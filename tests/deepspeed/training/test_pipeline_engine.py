@@ -152,6 +152,50 @@ def test_a_pipeline_of_deepspeeds(
         assert {f"{i}.weight" for i in (0, 1, 3, 5, 6)} <= whole.keys()
 
 
+def unlike_microbatches(step: int, dp: int) -> list[Batch]:
+    """Microbatches of 1 to 4 samples, which differ between steps and data-parallel ranks."""
+    draws = torch.Generator().manual_seed(10 * step + dp)
+    sizes = [1 + (step + dp + part) % 4 for part in range(PARTS)]
+    return [
+        (torch.randint(7, (rows,), generator=draws), torch.randint(7, (rows,), generator=draws))
+        for rows in sizes
+    ]
+
+
+def in_a_v_on_unlike_shapes(world: World, stage: int) -> tuple[list[float], dict[str, Tensor]]:
+    engine = engine_of(net(2, True, partition_method="uniform"), stage)
+    dp = engine.ours.dp_index
+    losses = [engine.train_batch(iter(unlike_microbatches(step, dp))).item() for step in range(STEPS)]
+    whole = engine.module_state_dict()
+    engine.destroy()
+    return losses, whole
+
+
+def unlike_shapes_in_plain_torch() -> tuple[list[float], dict[str, Tensor]]:
+    model = net(1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        each = [cross_entropy(model(x), y) for dp in range(2) for x, y in unlike_microbatches(step, dp)]
+        mean = torch.stack(each).mean()
+        mean.backward()
+        nn.utils.clip_grad_norm_(trained, 0.3)
+        optimizer.step()
+        losses.append(mean.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2])
+def test_shapes_change_in_a_v_beside_zero(ranks: Callable[[int], RankPool], stage: int) -> None:
+    """Two data-parallel ranks share the state; theirs has one shape for a run, and stages 0 and 1 alone."""
+    losses, weights = unlike_shapes_in_plain_torch()
+    for got, whole in ranks(4).run(in_a_v_on_unlike_shapes, stage):
+        assert got == pytest.approx(losses, rel=1e-10)
+        torch.testing.assert_close(whole, {name: weights[name] for name in whole}, rtol=1e-10, atol=1e-12)
+
+
 def test_labels_keep_their_dtype_in_16_bits() -> None:
     seen = []
 

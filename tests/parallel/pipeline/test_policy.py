@@ -1,7 +1,8 @@
 import pytest
 from pydantic import ValidationError
 
-from shardwise.parallel.pipeline.policy import PipelinePolicy
+from shardwise.parallel.pipeline.foreign_schedules import FOREIGN_SCHEDULES, ours_for
+from shardwise.parallel.pipeline.policy import SCHEDULES, PipelinePolicy
 
 
 def test_defaults_and_names_from_yaml() -> None:
@@ -11,6 +12,13 @@ def test_defaults_and_names_from_yaml() -> None:
         "blocks.5",
     )
     assert PipelinePolicy(schedule="interleaved_1f1b", virtual_stages=2).virtual_stages == 2
+
+
+def test_every_foreign_name_of_a_schedule_is_answered_with_keys_that_exist() -> None:
+    for name, ours in FOREIGN_SCHEDULES.items():
+        assert name not in SCHEDULES and ours_for(name.upper()) == ours
+        first = ours.removeprefix("schedule: ").partition(" ")[0].rstrip(",;")
+        assert first in SCHEDULES or first in ("mesh.pp:", "engine.evaluate"), name
 
 
 @pytest.mark.parametrize(
@@ -28,6 +36,13 @@ def test_defaults_and_names_from_yaml() -> None:
         ({"seconds": "blocks.json"}, "partition is 'parameters' and seconds is 'blocks.json'"),
         ({"partition": "mesured"}, "did you mean 'measured'"),
         ({"stages": 2}, "unknown key 'stages'"),
+        (
+            {"schedule": "ScheduleZBVZeroBubble"},
+            "another tool's name of a schedule; here it is schedule: zb_v",
+        ),
+        ({"schedule": "Interleaved1F1B"}, "here it is schedule: interleaved_1f1b with virtual_stages"),
+        ({"schedule": "TrainSchedule"}, "here it is schedule: 1f1b"),
+        ({"schedule": "forward_backward_no_pipelining"}, "here it is mesh.pp: 1"),
     ],
 )
 def test_what_cannot_be_says_what_can(given: dict[str, object], says: str) -> None:

@@ -589,7 +589,7 @@ class FirstStepCheck:
         if not self._any(bool(problem)):
             return
         told, mesh = self._told(problem), self._parts.site.mesh
-        axes = ("tp", "pp", "ep", "etp")
+        axes = ("tp", "pp", "cp", "ep", "etp")
         cuts = [f"mesh.{axis}: {mesh.size(axis)}" for axis in axes if mesh.size(axis) > 1]
         raise PlanError(
             f"check: the model cut by {' and '.join(cuts)} does not compute what the uncut one does on the first "

@@ -7,6 +7,10 @@ not know is refused by name, because an argument that is ignored gives wrong num
     causal language models shift their labels inside the loss; a cut needs labels that are shifted before it, which the
     loss takes as ``shift_labels``
 
+    a loss of routers (``output_router_logits``) is a product of sums over all tokens of a microbatch; so the base model
+    gives it the logits of all ranks, joined, and every rank computes the same loss. The ranks' weights add up to 1, and
+    with them the loss and, in the backward pass of the join, its gradients
+
 A pass that is not cut (predictions, generation) uses torch's fused attention with transformers' own masks.
 """
 
@@ -33,6 +37,7 @@ _KNOWN = {
     "cache_position",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "return_dict",
     "num_items_in_batch",
     "shift_labels",
@@ -118,6 +123,23 @@ def cut_foreign_attention(model: nn.Module, region: ContextRegion) -> None:
                 copies[id(config)]._attn_implementation = NAME
             module.config = copies[id(config)]
     region.shifts = True
+    _join_router_logits(model, region)
+
+
+def _join_router_logits(model: Any, region: ContextRegion) -> None:
+    """Let a loss of routers count the tokens of all ranks."""
+    base = getattr(model, "base_model", model)
+    if base is model:
+        return
+
+    def joined(module: nn.Module, args: Any, output: Any) -> Any:
+        logits = getattr(output, "router_logits", None)
+        if region.is_running and isinstance(logits, tuple | list) and logits:
+            output["router_logits"] = region.join_rows(logits)
+        return output
+
+    base.register_forward_hook(joined)
+    region.has_router_loss = bool(getattr(model.config, "output_router_logits", False))
 
 
 def _register() -> None:

@@ -39,7 +39,7 @@ from shardwise.parallel.context.attention import AttentionSite, context_attentio
 from shardwise.parallel.context.choice import KeysBy
 from shardwise.parallel.context.keys import plan_exchange
 from shardwise.parallel.context.layout import ContextLayout, TokenRange, cut_in_groups
-from shardwise.parallel.context.outputs import TokenOutputs, own_tokens
+from shardwise.parallel.context.outputs import TokenOutputs, join_tokens, own_tokens
 from shardwise.parallel.context.packing import documents_of_positions
 from shardwise.parallel.context.ring import plan_ring
 from shardwise.passes.replay import DrawReplay
@@ -139,11 +139,41 @@ class ContextRegion:
         """True if the model shifts its labels inside the loss, so that a cut has to shift them before."""
         self.functions: FunctionCalls | None = None
         """Calls of attention functions of a model of another kind than ours and transformers'; None for these."""
+        self.has_router_loss = False
+        """True if the model returns logits of routers, which are no tensors of single tokens."""
 
     @property
     def cut(self) -> SequenceCut | None:
         """The cut of the running pass, or of the pass that a block computed again belongs to; None if it is whole."""
         return self._replay.keep("cut of the sequence", lambda: self._now)
+
+    @property
+    def is_running(self) -> bool:
+        """True between the start and the end of a cut pass of the model."""
+        return self._now is not None
+
+    def join_rows(self, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return rows of the tokens of all ranks in the order of the sequences: [B·t, E] of each -> [B·T, E].
+
+        Args:
+            rows: Tensors with a row for each of this rank's tokens, padding included, which is left out of the result.
+
+        Raises:
+            UsageError: if there is another number of rows.
+        """
+        assert self._now is not None, "a cut pass is running"
+        layout, sequences = self._now.layout, len(self._now.starts)
+        for each in rows:
+            if each.dim() != 2 or len(each) != sequences * layout.tokens:
+                raise UsageError(
+                    f"mesh.cp: the logits of a router have the shape {list(each.shape)}; expected a row for each of "
+                    f"this rank's {sequences} x {layout.tokens} tokens, of which the loss of routers counts those of "
+                    "all ranks; set output_router_logits to False, or mesh.cp: 1"
+                )
+        widths = [each.shape[1] for each in rows]
+        together = torch.cat([each.view(sequences, layout.tokens, -1) for each in rows], 2)
+        whole = join_tokens(together, layout, self.group).flatten(0, 1)
+        return whole.split(widths, 1)
 
     def site(self, name: str, window: int | None = None) -> AttentionSite | None:
         """Return the exchange of one attention layer; None in a pass that is not cut.
@@ -227,7 +257,8 @@ class ContextRegion:
 
     def _cut_of(self, given: Mapping[str, Any]) -> SequenceCut | None:
         trains = torch.is_grad_enabled()
-        if self._replay.stays_whole or not (trains or _has_targets(given) or _is_plain(given)):
+        is_plain = _is_plain(given) and not self.has_router_loss
+        if self._replay.stays_whole or not (trains or _has_targets(given) or is_plain):
             return None
         tokens = next((given[name] for name in TOKENS if isinstance(given.get(name), Tensor)), None)
         if tokens is None and not trains:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from shardwise.base.policy import Policy, nearest
+from shardwise.parallel.pipeline.foreign_schedules import ours_for
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "zb_greedy"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
@@ -76,6 +77,8 @@ class PipelinePolicy(Policy):
     @field_validator("schedule", mode="before")
     @classmethod
     def _schedule_is_known(cls, given: Any) -> Any:
+        if given not in SCHEDULES and (ours := ours_for(str(given))) is not None:
+            raise ValueError(f"{given!r} is another tool's name of a schedule; here it is {ours}")
         if given not in SCHEDULES:
             raise ValueError(f"{given!r} is no schedule{nearest(str(given), SCHEDULES)}")
         return given
