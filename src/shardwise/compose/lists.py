@@ -1,6 +1,7 @@
 """Lists: every list of Actions that a rank walks is made here, from the Units of its class and the orders of their use.
 
-    a step          F and B of the stages            parallel/pipeline/schedules.py, also if there is one stage
+    a step          F and B of the stages            parallel/pipeline/schedules.py, also if there is one stage;
+                                                     B in two halves, I and W, where that saves time
                     + SEND and RECV                  parallel/pipeline/passes.py
                     + the Actions of the Units inside each pass, FETCH of tables in forward passes      plan/lists.py
                     + DELIVER, SUM, NORM, and the updates at the end                                    plan/lists.py
@@ -20,7 +21,12 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from shardwise.parallel.pipeline.passes import add_communication, add_sharding, nominal_s
+from shardwise.parallel.pipeline.passes import (
+    add_communication,
+    add_sharding,
+    join_halves,
+    nominal_s,
+)
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.parallel.zero.policy import ZeroPolicy
@@ -159,15 +165,20 @@ def schedule_lists(
         return schedule("1f1b", 1, microbatches)
 
     def seconds(action: Action) -> float:
-        return measured.get((action.kind, action.stage), 0.0) if measured else nominal_s(action)
+        if not measured:
+            return nominal_s(action)
+        kinds = (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,)
+        return sum(measured.get((kind, action.stage), 0.0) for kind in kinds)
 
     passes = schedule(policy.schedule, ranks, microbatches, policy.virtual_stages, seconds, policy.live)
+    if measured or policy.schedule != "zb_greedy":  # the seconds of both halves are still to be measured
+        passes = join_halves(passes, ranks, policy.folded)
     return add_communication(passes, ranks, seconds, policy.folded)
 
 
-def splits_backward(rows: Lists) -> bool:
-    """Return True if the passes of any rank compute gradients of inputs and of weights apart (I and W)."""
-    return any(action.kind is Kind.W for row in rows.values() for action in row)
+def halved_stages(rows: Lists) -> frozenset[int]:
+    """Return the stages that compute gradients of inputs and of weights apart (I and W) in any backward pass."""
+    return frozenset(action.stage for row in rows.values() for action in row if action.kind is Kind.W)
 
 
 def turning_stages(row: Sequence[Action]) -> frozenset[int]:

@@ -32,8 +32,8 @@ from shardwise.compose.lists import (
     PassSeconds,
     UnitLists,
     forward_actions_of,
+    halved_stages,
     schedule_lists,
-    splits_backward,
     step_actions,
     turning_stages,
 )
@@ -189,9 +189,11 @@ def make_plan(spec: ModelSpec, mesh: Mesh, policies: PlanPolicies, rank: int = 0
         classes[class_of(mesh, mesh.ranks("pp", 0)[place])] = _class(
             spec, stage_of, own, registry, mesh, policies, _turning(policies, rows[place])
         )
-    if splits_backward(rows):
+    halved = halved_stages(rows)
+    if halved:
         classes = {
-            name: replace(each, later_units=_later_units(spec, each)) for name, each in classes.items()
+            name: replace(each, later_units=_later_units(spec, each, halved))
+            for name, each in classes.items()
         }
     exchanges: tuple[RowExchange | AttentionExchange, ...] = (
         *attention_exchanges(spec, mesh, policies, rank),
@@ -405,12 +407,13 @@ def _class(
     )
 
 
-def _later_units(spec: ModelSpec, ranks: RankClass) -> frozenset[int]:
-    """Return the Units with trained weights whose gradients wait for W."""
+def _later_units(spec: ModelSpec, ranks: RankClass, halved: Collection[int]) -> frozenset[int]:
+    """Return the Units of stages in ``halved`` with trained weights whose gradients wait for W."""
     return frozenset(
         unit.index
         for unit in ranks.units
-        if any(
+        if ranks.unit_stages[unit.index] in halved
+        and any(
             slot.name in spec.products and bucket.key.trained
             for bucket in unit.buckets
             for slot in bucket.slots

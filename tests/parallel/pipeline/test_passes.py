@@ -5,7 +5,12 @@ from collections.abc import Sequence
 import pytest
 
 from shardwise.base.errors import PlanError
-from shardwise.parallel.pipeline.passes import add_communication, add_sharding, nominal_s
+from shardwise.parallel.pipeline.passes import (
+    add_communication,
+    add_sharding,
+    join_halves,
+    nominal_s,
+)
 from shardwise.parallel.pipeline.schedules import forward_only, schedule
 from shardwise.plan.action import Action, B, F, Kind
 from shardwise.plan.dataflow import timeline_of
@@ -69,6 +74,27 @@ def test_backwards_in_two_parts_send_the_gradient_after_the_first() -> None:
     with_messages = add_communication(lists, 2)
     assert words(with_messages[1]) == "RECV(1,0,0) F(1,0) I(1,0) SEND(1,0,0) W(1,0)"
     validate_schedule(with_messages, 2)
+
+
+def test_halves_are_joined_where_no_other_rank_waits() -> None:
+    first, second = join_halves(schedule("zb_h1", 2, 3), 2).values()
+    assert words(first) == "F(0,0) F(0,1) B(0,0) F(0,2) B(0,1) B(0,2)"
+    assert words(second) == words(schedule("zb_h1", 2, 3)[1]), "rank 0 waits for each I of rank 1"
+    turn = join_halves(schedule("zb_v", 2, 1, 2), 2, folded=True)[1]
+    assert words(turn) == "F(1,0) F(2,0) B(2,0) I(1,0) W(1,0)", (
+        "stage 2 hands its gradient over on its own rank"
+    )
+
+
+def test_joined_halves_take_as_long_as_before() -> None:
+    for shape in SHAPES:
+        if shape in WHOLE:
+            continue
+        apart = lists_of(shape)
+        joined = join_halves(apart, shape.ranks, shape.folded)
+        lists = add_communication(joined, shape.ranks, folded=shape.folded)
+        validate_schedule(lists, shape.ranks, shape.microbatches, folded=shape.folded)
+        assert timeline_of(lists, nominal_s).makespan_s == timeline_of(apart, nominal_s).makespan_s, shape
 
 
 def test_an_order_that_cannot_run_is_named() -> None:

@@ -108,8 +108,9 @@ class _StageSteps:
         self._outline = outline
         self._walker = walker
         self._activations: ActivationOffload | None = None
-        splits = any(action.kind is Kind.W for action in outline.plan.own.actions)
-        self._queue = ProductQueue() if splits else None
+        has_w = any(action.kind is Kind.W for action in outline.plan.own.actions)
+        # With another number of microbatches the schedule may have W on this rank where the Plan's list has none.
+        self._queue = ProductQueue() if has_w or site.settings.pipeline.splits_backward else None
         """The products that wait for W, if the schedule has W."""
         self.states: list[UnitState] = []
         """The stage's Units, after the step "weights"."""
@@ -165,8 +166,8 @@ class _StageSteps:
         multiply_in_fp8(self._module, fp8.names, fp8.products, sources, self._site.groups["tp"])
 
     def _defer_products(self) -> None:
-        if self._queue is not None:
-            queue, plan = self._queue, self._outline.plan.own
+        queue, plan = self._queue, self._outline.plan.own
+        if queue is not None and any(plan.unit_stages[unit] == self._index for unit in plan.later_units):
             first = plan.units_of(self._index)[0].index
             queue.own(
                 {

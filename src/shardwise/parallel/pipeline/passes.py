@@ -1,8 +1,13 @@
-"""Passes: pure functions that add messages and Unit Actions to a schedule's F and B.
+"""Passes: pure functions that join the halves of backward passes, and add messages and Unit Actions to a schedule.
 
-    schedule            F(0,0)                              F(0,1)                B(0,0) ...
+    schedule            F(0,0)                              F(0,1)                I(0,0) W(0,0) ...
+    join_halves         F(0,0)                              F(0,1)                B(0,0) ...
     add_communication   F(0,0) SEND(0,0,1)                  F(0,1) SEND(0,1,1)    RECV(0,0,1) B(0,0) ...
     add_sharding        F(0,0) UNSHARD(u) F(u) RESHARD(u) SEND(0,0,1) ...
+
+W directly behind its I saves time only if another rank waits for I's result, which B would send later. Where no rank
+does, join_halves puts B, which frees what a layer has saved as soon as the gradient of its weight is computed; I would
+keep it for W. The gradients have the same bits.
 
 A SEND follows its pass. A RECV is placed as late as possible: just before its use, or before the rank's next message in
 this order:
@@ -31,6 +36,30 @@ _NOMINAL_S = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 def nominal_s(action: Action) -> float:
     """Return the assumed seconds of a pass that was not measured: a backward takes two forwards."""
     return _NOMINAL_S.get(action.kind, 0.0)
+
+
+def join_halves(lists: Mapping[int, Sequence[Action]], ranks: int, folded: bool = False) -> Lists:
+    """Replace I and W by B where W follows its I directly and the result of I is not sent to another rank.
+
+    Args:
+        lists: The passes of each rank in order.
+        ranks: Size of the "pp" axis.
+        folded: True if the stages lie on the ranks in a V (``StagePlaces``).
+
+    Returns:
+        The passes of each rank in order, which take as long.
+    """
+    places = StagePlaces(ranks, folded)
+    joined: Lists = {rank: [] for rank in lists}
+    for rank, row in lists.items():
+        for action in row:
+            before = joined[rank][-1] if joined[rank] else None
+            is_sent = action.stage > 0 and places.place(action.stage - 1) != rank
+            if action.kind is Kind.W and before == action._replace(kind=Kind.I) and not is_sent:
+                joined[rank][-1] = action._replace(kind=Kind.B)
+            else:
+                joined[rank].append(action)
+    return joined
 
 
 def add_communication(

@@ -19,6 +19,8 @@ stage on rank 0 comes back to rank 0, so that no rank waits for it at the end.
 
 Every stage runs F, I and W each in ascending order of the microbatches, so gradients have the bits of 1f1b.
 
+zb_h1 runs W later than I only at the end of a step, where that makes the step shorter: what waits for W takes memory.
+
 Papers: Qi et al. 2023, arXiv:2401.10241 (ZB-H1); Qi et al. 2024, arXiv:2405.15362 (ZB-V); DualPipeV, github.com/
         deepseek-ai/DualPipe ("cut in half").
 Cost:   with F = I = W = 1 on p ranks, zb_h1 takes 3m + p - 1 for m >= p, where 1f1b takes 3 (m + p - 1); the V forms
@@ -31,7 +33,10 @@ from shardwise.plan.action import Action, F, Kind
 
 
 def zb_h1(stage: int, stages: int, microbatches: int) -> list[Action]:
-    """Return the ZB-H1 schedule of a stage: 1F1B in which W runs ``stage`` microbatches behind I.
+    """Return the ZB-H1 schedule of a stage: 1F1B in which W runs up to ``stage`` microbatches behind I at the end.
+
+    As long as the first rank has F to run, each I reaches that rank in time although W follows its own I directly.
+    Behind the last F of the first rank the I must follow one another faster, so the other ranks run W later.
 
     Args:
         stage: Number of the stage.
@@ -43,13 +48,16 @@ def zb_h1(stage: int, stages: int, microbatches: int) -> list[Action]:
     """
     warmup = min(stages - stage - 1, microbatches)
     row = [F(stage, i) for i in range(warmup)]
+    weights = [Action(Kind.W, -1, i, stage) for i in range(microbatches)]
+    done = 0
     for i in range(microbatches):
         if warmup + i < microbatches:
             row.append(F(stage, warmup + i))
         row.append(Action(Kind.I, -1, i, stage))
-        if i >= stage:
-            row.append(Action(Kind.W, -1, i - stage, stage))
-    return row + [Action(Kind.W, -1, i, stage) for i in range(max(0, microbatches - stage), microbatches)]
+        behind = min(stage, max(0, i + 1 - (microbatches - stages)))
+        row += weights[done : max(done, i + 1 - behind)]
+        done = max(done, i + 1 - behind)
+    return row + weights[done:]
 
 
 def zb_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
