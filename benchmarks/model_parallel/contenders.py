@@ -62,6 +62,13 @@ def _tensor() -> list[Contender]:
     return rows
 
 
+def _near(recompute: str = "none") -> Contender:
+    """``zb_h1`` whose gradients of weights follow those of inputs: less memory."""
+    word = "" if recompute == "none" else "-recompute"
+    options = {"schedule": "zb_h1", "recompute": recompute, "kind": "pipeline", "transport": "shared_memory"}
+    return _ours(f"shardwise-zb_h1-4-shm-near{word}", f"zb_h1{word}, 4", 4, **options, wgrad_delay="0")
+
+
 def _pipeline(schedule: str, microbatches: int, recompute: str = "none") -> list[Contender]:
     word = "" if recompute == "none" else "-recompute"
     case = f"{schedule}{word}, {microbatches}"
@@ -85,6 +92,8 @@ CONTENDERS: list[Contender] = [
         ]
     ),
     *(row for schedule in RECOMPUTED for row in _pipeline(schedule, 4, "full")),
+    _near(),
+    _near("full"),
 ]
 
 

@@ -72,6 +72,7 @@ def _parallel(row: Contender, work: Workload) -> dict[str, Any]:
         "pipeline": {
             "schedule": row.options["schedule"],
             "virtual_stages": virtual_stages,
+            "wgrad_delay": int(row.options["wgrad_delay"]) if "wgrad_delay" in row.options else None,
             "partition": [f"blocks.{i}" for i in starts(work, row.ranks * virtual_stages)[1:]],
         },
     }

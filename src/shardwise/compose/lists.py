@@ -170,7 +170,8 @@ def schedule_lists(
         kinds = (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,)
         return sum(measured.get((kind, action.stage), 0.0) for kind in kinds)
 
-    passes = schedule(policy.schedule, ranks, microbatches, policy.virtual_stages, seconds, policy.live)
+    virtual_stages, limits = policy.virtual_stages, (policy.live, policy.wgrad_delay)
+    passes = schedule(policy.schedule, ranks, microbatches, virtual_stages, seconds, *limits)
     if measured or policy.schedule != "zb_greedy":  # the seconds of both halves are still to be measured
         passes = join_halves(passes, ranks, policy.folded)
     return add_communication(passes, ranks, seconds, policy.folded)

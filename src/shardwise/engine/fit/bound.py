@@ -279,10 +279,12 @@ class JobBounds:
     def _kept(self, kept: Sequence[int], pp: int, count: int, policy: PipelinePolicy) -> list[int]:
         """Return the most bytes that the passes in flight keep when a backward pass begins, by index on "pp"."""
         count = min(count, 2 * len(kept))
-        key = pp, count, policy.schedule, policy.stages_per_rank, policy.live
+        key = pp, count, policy.schedule, policy.stages_per_rank, policy.live, policy.wgrad_delay
         if key not in self._in_flight:
             name = policy.schedule if pp > 1 else "1f1b"
-            rows = schedule(name, pp, count, policy.virtual_stages, live=policy.live)
+            rows = schedule(
+                name, pp, count, policy.virtual_stages, live=policy.live, wgrad_delay=policy.wgrad_delay
+            )
             self._in_flight[key] = [list(rows[place]) for place in range(pp)]
         found = []
         for row in self._in_flight[key]:

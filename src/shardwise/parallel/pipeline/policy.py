@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from shardwise.base.policy import Policy, nearest
 from shardwise.parallel.pipeline.foreign_schedules import ours_for
@@ -34,6 +34,10 @@ class PipelinePolicy(Policy):
     live: Annotated[float, Field(ge=1)] | None = None
     """Most microbatches whose activations a rank of ``zb_greedy`` keeps at a time, each on both of its stages; None:
     "pp" + 1/2."""
+    wgrad_delay: NonNegativeInt | None = None
+    """Most microbatches by which a rank of ``zb_h1`` computes the gradients of weights behind those of inputs. None: as
+    many as make the step shortest, up to "pp" - 1 on the last rank. With fewer, less memory is held by what waits; 0: a
+    rank sends the gradient of the input, and then computes those of the weights."""
     partition: (
         Literal["uniform", "parameters", "measured"]
         | Annotated[str, Field(pattern="^type:.")]
@@ -131,5 +135,10 @@ class PipelinePolicy(Policy):
             raise ValueError(
                 f"live is {self.live}, but schedule {self.schedule!r} has a limit of its own; leave live out, or set "
                 "schedule: zb_greedy"
+            )
+        if self.wgrad_delay is not None and self.schedule != "zb_h1":
+            raise ValueError(
+                f"wgrad_delay is {self.wgrad_delay}, but only schedule 'zb_h1' has such a limit, given "
+                f"{self.schedule!r}; leave wgrad_delay out, or set schedule: zb_h1"
             )
         return self

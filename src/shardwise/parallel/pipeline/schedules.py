@@ -117,7 +117,6 @@ def _one_by_one(forward: list[Action], backward: list[Action], warmup: int) -> l
 _BY_STAGE: dict[ScheduleName, Callable[[int, int, int], list[Action]]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
-    "zb_h1": zb_h1,
     "zb_v": zb_v,
     "dualpipe_v": dualpipe_v,
 }
@@ -130,6 +129,7 @@ def schedule(
     virtual_stages: int = 1,
     seconds: Callable[[Action], float] = lambda action: 1.0,
     live: float | None = None,
+    wgrad_delay: int | None = None,
 ) -> dict[int, list[Action]]:
     """Return the passes of one step by the rank's index on "pp".
 
@@ -140,6 +140,7 @@ def schedule(
         virtual_stages: Stages per rank; a schedule in a V has 2, whatever is given.
         seconds: Seconds of a pass, from which zb_greedy is made; equal by default.
         live: Limit of live activations of zb_greedy, in microbatches on both stages of a rank.
+        wgrad_delay: Most microbatches by which zb_h1 runs W behind I.
 
     Returns:
         The passes of every rank in order.
@@ -158,6 +159,8 @@ def schedule(
         )
     if name == "zb_greedy":
         return zb_greedy(ranks, microbatches, seconds, live)
+    if name == "zb_h1":
+        return {rank: zb_h1(rank, ranks, microbatches, wgrad_delay) for rank in range(ranks)}
     return {rank: _BY_STAGE[name](rank, ranks, microbatches) for rank in range(ranks)}
 
 

@@ -32,7 +32,7 @@ Shapes: p ranks along "pp", m microbatches.
 from shardwise.plan.action import Action, F, Kind
 
 
-def zb_h1(stage: int, stages: int, microbatches: int) -> list[Action]:
+def zb_h1(stage: int, stages: int, microbatches: int, delay: int | None = None) -> list[Action]:
     """Return the ZB-H1 schedule of a stage: 1F1B in which W runs up to ``stage`` microbatches behind I at the end.
 
     As long as the first rank has F to run, each I reaches that rank in time although W follows its own I directly.
@@ -42,11 +42,13 @@ def zb_h1(stage: int, stages: int, microbatches: int) -> list[Action]:
         stage: Number of the stage.
         stages: Number of stages.
         microbatches: Microbatches of the step.
+        delay: Most microbatches by which W runs behind I; None: ``stage``.
 
     Returns:
         The stage's passes in order.
     """
     warmup = min(stages - stage - 1, microbatches)
+    most = stage if delay is None else min(stage, delay)
     row = [F(stage, i) for i in range(warmup)]
     weights = [Action(Kind.W, -1, i, stage) for i in range(microbatches)]
     done = 0
@@ -54,7 +56,7 @@ def zb_h1(stage: int, stages: int, microbatches: int) -> list[Action]:
         if warmup + i < microbatches:
             row.append(F(stage, warmup + i))
         row.append(Action(Kind.I, -1, i, stage))
-        behind = min(stage, max(0, i + 1 - (microbatches - stages)))
+        behind = min(most, max(0, i + 1 - (microbatches - stages)))
         row += weights[done : max(done, i + 1 - behind)]
         done = max(done, i + 1 - behind)
     return row + weights[done:]
