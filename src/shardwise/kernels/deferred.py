@@ -153,11 +153,14 @@ class ProductQueue:
                 gradient = first()
                 for product in others:  # autograd adds up the gradients of several uses in this order
                     gradient = gradient + product()
+                    del product
+                del first, others  # frees what the products hold while the gradient is added up
             if self._watches and id(parameter) in self._products_of:
                 for watched, function in self._watches.values():
                     if watched == id(parameter):
                         function(gradient)
             yield parameter, gradient
+            del gradient
         self._storages.pop(key, None)
 
     def left(self, microbatch: int) -> list[int]:
@@ -314,5 +317,6 @@ class _DeferredLinear(torch.autograd.Function):
         if needs_x:
             d_x = grads.mm(weight.t() if ctx.transposed else weight).view(x.shape)
         if needs_weight:
-            d_weight = later(ctx.deferral, lambda: weight_product(grad, x, ctx.transposed), grad, x)
+            transposed = ctx.transposed  # the product that waits must not hold ctx, and with it the graph
+            d_weight = later(ctx.deferral, lambda: weight_product(grad, x, transposed), grad, x)
         return d_x, d_weight, grads.sum(0) if needs_bias else None, None, None

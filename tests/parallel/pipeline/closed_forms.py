@@ -104,6 +104,17 @@ def split_length(ranks: int, microbatches: int, virtual_stages: int = 1) -> int:
     return 3 * virtual_stages * microbatches + ranks - 1
 
 
+def delayed_length(ranks: int, microbatches: int, delay: int) -> int:
+    """Return the length of a step of zb_h1 whose W are at most ``delay`` microbatches behind I.
+
+    Args:
+        ranks: Size of the "pp" axis.
+        microbatches: Microbatches of the step: at least ``ranks``.
+        delay: Less than ``ranks``.
+    """
+    return split_length(ranks, microbatches) + ranks - 1 - delay
+
+
 def split_live(name: ScheduleName, ranks: int) -> int:
     """Return the most activations that may be live at once on a rank, in units of one microbatch of one stage."""
     return {"zb_h1": ranks, "zb_v": 2 * ranks, "dualpipe_v": 2 * ranks + 1, "zb_greedy": 2 * ranks + 1}[name]

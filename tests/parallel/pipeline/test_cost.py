@@ -1,5 +1,7 @@
 """Closed forms are held to the simulation, for every size and for several ratios of backward to forward."""
 
+from itertools import accumulate, product
+
 import pytest
 
 from shardwise.parallel.pipeline.passes import add_communication, nominal_s
@@ -75,6 +77,19 @@ def _check_length(shapes: list[Shape]) -> None:
         assert found.makespan_s <= 3 * stages * (microbatches + ranks - 1), f"{shape} is longer than 1f1b"
         live = max(map(found.peak_live, range(ranks)))
         assert live <= closed_forms.split_live(name, ranks), shape
+
+
+def test_length_and_waiting_microbatches_of_zb_h1_with_a_limit() -> None:
+    for ranks, microbatches, delay in product(range(1, 9), range(1, 17), range(8)):
+        lists = schedule("zb_h1", ranks, microbatches, wgrad_delay=delay)
+        found = timeline_of(lists, lambda action: 1.0)
+        shape = ranks, microbatches, delay
+        if microbatches >= ranks > delay:
+            assert found.makespan_s == closed_forms.delayed_length(*shape), shape
+        assert found.makespan_s <= 3 * (microbatches + ranks - 1), f"{shape} is longer than 1f1b"
+        for row in lists.values():
+            behind = accumulate({Kind.I: 1, Kind.W: -1}.get(action.kind, 0) for action in row)
+            assert max(behind) <= min(delay, ranks - 1) + 1, shape
 
 
 def test_figures_of_the_papers() -> None:

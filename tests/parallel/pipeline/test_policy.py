@@ -35,6 +35,7 @@ def test_every_foreign_name_of_a_schedule_is_answered_with_keys_that_exist() -> 
         ({"partition": "measured"}, "partition: measured and seconds belong together.*blocks.json"),
         ({"seconds": "blocks.json"}, "partition is 'parameters' and seconds is 'blocks.json'"),
         ({"partition": "mesured"}, "did you mean 'measured'"),
+        ({"schedule": "zb_v", "wgrad_delay": 1}, "leave wgrad_delay out, or set schedule: zb_h1"),
         ({"stages": 2}, "unknown key 'stages'"),
         (
             {"schedule": "ScheduleZBVZeroBubble"},

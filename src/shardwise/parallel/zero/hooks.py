@@ -643,6 +643,7 @@ class UnitHooks:
             for parameter, gradient in self._queue.take(self.microbatch, self.windows.of(action).unit.index):
                 bucket, place = self._places[id(parameter)]
                 bucket.gradient.take(place, gradient)
+                del gradient  # before the next product is computed
 
     def _is_left_for_weights(self, state: UnitState, parameter: nn.Parameter) -> bool:
         """Let a gradient that autograd has computed in I wait for the W of its Unit, if the Unit has one."""
