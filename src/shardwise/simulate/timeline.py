@@ -396,12 +396,17 @@ class RankWalk:
         ending: Action | None = None
         """The running last pass of a stage over a microbatch; the messages for it are released with it."""
         ends = (Kind.F,) if self._now.is_forward else (Kind.B, Kind.I)
+        running: Action | None = None
         self.blocks.begin()
         for self._now.place, action in enumerate(actions):
             if action.unit < 0 and ending is not None:
                 for is_gradient in (False, True):
                     self._received.pop((ending.stage, ending.microbatch, is_gradient), None)
                 ending = None
+            if action.unit < 0:
+                if running is not None:
+                    self._hand_over(running)
+                running = action if action.kind.computes else None
             if action.kind in ends and action.unit < 0:
                 ending = action
                 self._now.passing, self._now.passing_counts = 0, {}
@@ -437,6 +442,15 @@ class RankWalk:
         passed, is_gradient = self._passed[action.stage], action.carries_gradient
         size = passed.answered_bytes if is_gradient else passed.received_bytes
         self._received[action.stage, action.microbatch, is_gradient] = size
+
+    def _hand_over(self, action: Action) -> None:
+        """Count the result of a pass that the next stage takes on the same rank, without a message."""
+        is_gradient = action.kind is not Kind.F
+        target = action.stage + (-1 if is_gradient else 1)
+        if action.kind is not Kind.W and target in self.ranks.stages:
+            passed = self._passed[target]
+            size = passed.answered_bytes if is_gradient else passed.received_bytes
+            self._received[target, action.microbatch, is_gradient] = size
 
     def _forward(self, action: Action) -> None:
         unit = action.unit

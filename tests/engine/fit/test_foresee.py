@@ -173,6 +173,7 @@ def test_the_peak_of_several_ranks_is_foreseen(ranks: Any, given: dict[str, Any]
         {"pipeline": {"schedule": "gpipe"}, "zero": {"stage": 1}},
         {"pipeline": {"schedule": "interleaved_1f1b", "virtual_stages": 2}},
         {"pipeline": {"schedule": "zb_h1"}},
+        {"pipeline": {"schedule": "zb_v"}},
         {"recompute": "full", "precision": "bf16"},
     ],
     ids=str,
