@@ -76,9 +76,11 @@ def cases(size: int, every: bool = False) -> list[Case]:
     """The table for ``size`` ranks: each two of layout, accumulation, optimizer, precision and transport; or ``every``
     combination, which the soak has."""
     if size == 3:  # not a power of two: 12 sequences in 3 × 2 pieces
-        return [
+        table = [
             Case(stage, 1, accumulation, "adamw", "fp64") for stage in range(4) for accumulation in (1, 2)
         ]
+        # Two ranks on the first host and one on the second.
+        return table + [Case(stage, 1, 1, "adamw", "fp64", hosts=2) for stage in (0, 3)]
     layouts = [(stage, 1) for stage in range(4)] + [(stage, 2) for stage in range(4) if size == 4]
     table = []
     for stage, replicate in layouts:
@@ -101,8 +103,6 @@ def cases(size: int, every: bool = False) -> list[Case]:
         table += [Case(3, 1, 3, "adamw", "fp64", "torch", ahead=ahead) for ahead in (1, 2)]
         table += [Case(2, size // 2 if size > 2 else 1, 3, "adamw", "fp64", "torch", ahead=1)]
         table += [Case(1, 1, 1, "adamw", "fp64", ahead=1)]
-    if size == 3:  # two ranks on the first host and one on the second
-        table += [Case(stage, 1, 1, "adamw", "fp64", hosts=2) for stage in (0, 3)]
     if size == 4:
         table += [Case(0, 1, 1, "adamw", "fp64", hosts=2)]
         table += [
