@@ -22,7 +22,7 @@ class StartedCall(StrictModel):
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """What must be equal on all members of the group."""
+        """The parts of the call that must be equal on all members of the group."""
         if self.operation in ("send", "receive"):
             return "message", self.what
         # Each rank sends as much as its data needs.
@@ -66,7 +66,7 @@ class SlowRank(StrictModel):
 
 
 class RankAnswer(StrictModel):
-    """What a rank does, seen by the watch's thread."""
+    """A rank's waits, work and place, as the watch's thread sees them."""
 
     time_ns: Count = 0
     """Time of the answer, by the monotonic clock of the host."""

@@ -18,7 +18,7 @@ _LOOK_S = 0.3
 
 
 class ProcessState(Enum):
-    """What a process does, seen from outside."""
+    """The state of a process, seen from outside."""
 
     STOPPED = "stopped"
     ENDED = "ended"

@@ -99,7 +99,7 @@ _DTYPE_NUMBERS = {
 
 
 class Event(IntEnum):
-    """What a record is about."""
+    """The kind of a record."""
 
     ACTION = 1
     START = 2

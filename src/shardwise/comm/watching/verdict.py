@@ -202,7 +202,7 @@ def crossed_line(
 
 
 class Presence(Enum):
-    """What is known of a rank's process."""
+    """The state of a rank's process, as far as it is known."""
 
     ANSWERS = "answers"
     """Its watch answers, or did until the end of the job."""
@@ -263,7 +263,7 @@ class RankEvidence(NamedTuple):
 
     @property
     def phase(self) -> RankPhase:
-        """What the rank does: reads data, computes or waits."""
+        """The work of the rank: it reads data, computes or waits."""
         if self.presence is Presence.ANSWERS and self.answer.waits:
             return "waiting"
         reads = any(part in self.stack for part in _READERS)
@@ -282,7 +282,7 @@ _NOT_THE_USERS = ("/shardwise/", "site-packages", "/lib/python", "<frozen")
 
 
 class JobVerdict(NamedTuple):
-    """What is wrong with a job, and with which rank."""
+    """The state of a job, and the rank that causes it."""
 
     state: JobState
     sentence: str
