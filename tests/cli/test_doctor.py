@@ -14,9 +14,15 @@ import shardwise
 from shardwise.cli.main import main
 from shardwise.cli.outlook.outcome import outcome_of, write_outcome
 from shardwise.comm.collectives import Group
+from shardwise.comm.watching.answers import RankAnswer
+from shardwise.comm.watching.recorder import Recorder, RingOwner, ring_path
 from shardwise.comm.world import World
+from shardwise.launch.failure import RankFailure, kept_path
+from shardwise.launch.failure import write as write_failure
 from shardwise.models import Gpt, GptPolicy
 from shardwise.observe.diagnosis import diagnose
+from shardwise.observe.log import log_path
+from shardwise.plan.action import F
 
 STEPS = 8
 PLANTED_S = 0.08
@@ -134,6 +140,39 @@ def test_the_command_prints_the_cause(
     assert call(monkeypatch, "doctor", slow, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["cause"], found["rank"]) == ("straggler", 1)
+
+
+def test_the_verdict_on_the_ranks_is_printed_before_the_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rings of two ranks that were killed; an error of one of them that the launcher kept is the cause."""
+    run = Path(written(tmp_path / "run"))
+    for rank in range(2):
+        made = Recorder(ring_path(run / "flight", rank), RingOwner(rank, 2, "another host"))
+        made.step = 7
+        made.action(F(0, 1))
+        made.snapshot(RankAnswer(time_ns=time.monotonic_ns()).model_dump_json().encode())
+        made.leave()
+    assert call(monkeypatch, "doctor", str(run)) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("ended: the job has ended in order, in step 7") and "cause: compute" in said
+    (run / "logs").mkdir()
+    failure = RankFailure(1, time.monotonic() + 1, 1, "ValueError: no such row")
+    write_failure(failure, kept_path(log_path(run / "logs", 1)))
+    assert call(monkeypatch, "doctor", str(run), "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["rank"], found["step"], found["action"]) == ("ended", 1, 7, "F(0,1)")
+    assert "ValueError: no such row" in found["sentence"] and found["cause"] == "compute"
+
+
+def test_damaged_records_are_an_error_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "flight").mkdir()
+    ring_path(tmp_path / "flight", 0).write_bytes(b"hostile")
+    assert call(monkeypatch, "doctor", str(tmp_path)) == 1
+    said = capsys.readouterr().err
+    assert "rank_00000.ring" in said and "Traceback" not in said
 
 
 def test_a_run_without_an_outcome_is_refused(

@@ -115,7 +115,7 @@ def _lines_of(verdict: "JobVerdict") -> list[str]:
     if verdict.phase is not None:
         since = "" if verdict.seconds is None else f", for {verdict.seconds:.0f} s"
         said.append(f"it is {verdict.phase}{since}")
-    if verdict.stack:
+    if verdict.stack and verdict.stack not in verdict.sentence:
         said += ["its main thread is at", verdict.stack]
     return said
 
