@@ -123,7 +123,7 @@ def table(each: dict[Event, float], layouts: dict[str, dict[str, Any]], words: s
 
 def about(machine: dict[str, Any]) -> str:
     """Return the machine in one line."""
-    return ", ".join(str(value) for value in machine.values())
+    return f"{machine['date']}, {machine['machine']}, commit {machine['commit']}, torch {machine['versions']['torch']}"
 
 
 def main(argv: list[str] | None = None) -> None:
