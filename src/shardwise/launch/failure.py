@@ -47,7 +47,7 @@ _PEER_LOST = ("DistBackendError", "DistNetworkError", "DistStoreError", CommErro
 EXIT_CODES: dict[str, str] = {
     "0": "It went through; also: Ctrl-C between two steps of ``shardwise train``, after which the step is saved.",
     "1": "The run failed: data, a checkpoint, a rank, a number that is not finite; or a defect, which keeps its "
-    "traceback. ``inspect``: a step is damaged.",
+    "traceback. ``inspect``: a step is damaged; ``doctor``: a rank hangs, is slow, or ended with an error.",
     "2": "The configuration or the call is at fault, and nothing was started or written; also: "
     "``train --check --memory`` finds that a step does not fit.",
     "143": "SIGTERM: the running step was finished and saved. A scheduler takes the run for an interrupted one.",

@@ -15,12 +15,10 @@ from shardwise.comm.world import World
 from shardwise.models import Gpt, GptPolicy
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "stage 0": {},
     "stage 3": {"zero": {"stage": 3}},
     "tensor": {"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}},
     "pipeline": {"mesh": {"pp": 2}, "batch": {"accumulation": 2}},
     "zero bubble": {"mesh": {"pp": 2}, "batch": {"accumulation": 2}, "pipeline": {"schedule": "zb_h1"}},
-    "context": {"mesh": {"cp": 2}},
 }
 
 
