@@ -107,6 +107,23 @@ def test_what_is_not_there_is_said_in_one_line(
     assert sentence in error
 
 
+def test_train_has_the_options_of_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("gpu1 slots=1\ngpu2 slots=1\n")
+    run = ["train", "gpt_stdlib", "--render", "--set", f"output_dir={tmp_path / 'run'}"]
+    assert call(monkeypatch, *run, "-H", "hosts", "--ssh_port", "2222") == 0
+    said = capsys.readouterr().out
+    assert said.count("\nssh ") == 2 and "-p 2222 -- gpu2" in said and "# 2 ranks on 2 hosts" in said
+    assert call(monkeypatch, *run, "--launcher", "slurm", "--num_nodes", "2", "--export", "PATH") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith(f"train gpt_stdlib --set {run[-1]} --num_nodes 2 --launcher slurm --export PATH")
+    assert call(monkeypatch, *run[:2], "-H", "hosts", "--ranks", "2") == 2
+    assert "gpu1 has 1 slot: asked 2, have 1" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_defect_keeps_its_traceback(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of no code of a user's: a builtin in the place of the rank's program.
     monkeypatch.setattr("shardwise.cli.rank.train", functools.partial(int, base=0))

@@ -325,3 +325,26 @@ def test_an_unreachable_host_is_named_with_the_words_of_ssh(cluster: SshCluster,
         f"no agent answers on {names[1]} by {launcher}: ssh: connect to host 10.213.7.99 port 2222: " in said
     )
     assert time.monotonic() - since < 10 and "Traceback" not in said
+
+
+def test_a_configuration_trains_on_all_hosts(cluster: SshCluster) -> None:
+    """``train`` has the flags of hosts; its metrics are those of the same run on one host."""
+    small = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "train.steps=2"]
+    small += ["batch.global_size=8", "batch.micro_size=2", "data.workers=0", "comm.device=cpu"]
+    words = [word for each in small for word in ("--set", each)]
+    found = []
+    for where, options in (("several", ["-H", str(cluster.folder / "hosts")]), ("one", ["--ranks", "4"])):
+        output = cluster.folder / where
+        command = [sys.executable, "-m", "shardwise", "train", "gpt_stdlib", *words, *options]
+        command += ["--set", f"output_dir={output}"]
+        if where == "several":
+            command = cluster.hosts[0].command(*command, f"--launcher_args=-F {cluster.folder}/config")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cluster.folder)
+        assert done.returncode == 0, done.stderr
+        rows = (output / "metrics.csv").read_text().splitlines()
+        at = rows[0].split(",").index("loss")
+        found.append([float(row.split(",")[at]) for row in rows[1:]])
+        if where == "several":
+            hosts = json.loads((output / "run.json").read_text())["starts"][-1]["hosts"]
+            assert len(hosts) == 2
+    assert len(found[0]) == 2 and found[0] == pytest.approx(found[1], rel=1e-5)
