@@ -104,8 +104,15 @@ class MeasuredStep:
         parts, stages = self._parts, len(self._starts) + 1
         spans = parts.walker.trace.spans(parts.groups["pp"].index)
         of_stages = torch.zeros(len(_PASSES), stages, dtype=torch.float64)
-        for (kind, stage), seconds in Timeline.of(spans).typical_pass_s().items():
-            of_stages[_PASSES.index(Kind.I if kind is Kind.B else kind), stage] = seconds
+        typical = Timeline.of(spans).typical_pass_s()
+        for (kind, stage), seconds in typical.items():
+            if kind is not Kind.B:
+                of_stages[_PASSES.index(kind), stage] = seconds
+            elif (
+                Kind.I,
+                stage,
+            ) not in typical:  # a stage may have both halves of one pass, and another pass whole
+                of_stages[_PASSES.index(Kind.I), stage] = seconds
         measured = {} if self._marks is None else self._marks.seconds(spans, self._unit_names())
         of_blocks = [measured.get(name, 0.0) for name in self._names] if self._of_blocks else []
         own = torch.cat([of_stages.view(-1), torch.tensor(of_blocks, dtype=torch.float64)])
@@ -223,13 +230,14 @@ class _BlockMarks:
             if span.lane == "compute" and unit < 0 and kind in (Kind.B, Kind.I):
                 here = [pair for pair in gradients if span.start_s <= pair[1] <= span.stop_s]
                 for (name, start_s), (_, stop_s) in zip(here, [*here[1:], ("", span.stop_s)], strict=True):
-                    found[name, "backward"].append(stop_s - start_s)
+                    found[name, kind.name].append(stop_s - start_s)
             elif kind is Kind.W and unit >= 0:
                 name = _around(units[unit], blocks)
                 found[name, units[unit]].append(span.stop_s - span.start_s)
         total: dict[str, float] = defaultdict(float)
-        for (name, _), values in found.items():
-            total[name] += sorted(values)[len(values) // 2]
+        for (name, what), values in found.items():
+            if what != Kind.B.name or (name, Kind.I.name) not in found:  # else I and W have the same seconds
+                total[name] += sorted(values)[len(values) // 2]
         return {name: total[name] for name in blocks}
 
 
