@@ -1,12 +1,21 @@
 """What can be seen of a thread from another one."""
 
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from shardwise.comm.rendezvous.process import ProcessHeartbeat, ThreadCall, calls_of, stack_of
+from shardwise.comm.rendezvous.process import (
+    WATCHING,
+    ProcessHeartbeat,
+    ThreadCall,
+    bytes_of,
+    calls_of,
+    stack_of,
+)
 
 
 def _asleep(begun: Callable[[int], None], until: threading.Event) -> None:
@@ -67,3 +76,31 @@ over = True
 def test_looking_at_threads_that_run_harms_nobody() -> None:
     """Frames of running threads, walked in Python, ended processes now and then."""
     assert subprocess.run([sys.executable, "-c", _WALK], timeout=60, check=False).returncode == 0
+
+
+def test_bytes_that_the_watch_reads_are_no_work() -> None:
+    """The watch writes and reads stacks each second: after some seconds a hung process had seemed to work."""
+    stuck, begun = threading.Event(), threading.Event()
+    natives: list[int] = []
+
+    def hang() -> None:
+        natives.append(threading.get_native_id())
+        begun.set()
+        stuck.wait()
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    begun.wait()
+    time.sleep(0.2)
+    beat = ProcessHeartbeat(thread.ident, natives[0])
+    beat.look()
+    for counts, moves in ((True, False), (False, True)):
+        before_s, before = beat.moved_s, bytes_of(os.getpid(), threading.get_native_id())
+        with Path("/dev/zero").open("rb") as zeros:
+            zeros.read(1 << 20)
+        if counts:
+            WATCHING.add(0.0, bytes_of(os.getpid(), threading.get_native_id()) - before)
+        beat.look()
+        assert (beat.moved_s > before_s) == moves
+    stuck.set()
+    thread.join()

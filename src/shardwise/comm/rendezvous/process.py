@@ -23,21 +23,23 @@ _WORK_BYTES = 256 << 10
 
 
 class WatchingTime:
-    """Processor seconds of the threads that watch this process, which are no work of it.
+    """Processor seconds and bytes of the threads that watch this process, which are no work of it.
 
     Otherwise a process that hangs would seem to work if several engines watch it, or if a look takes long.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.bytes = 0
 
-    def add(self, seconds: float) -> None:
-        """Add the processor seconds that a watching thread has taken."""
+    def add(self, seconds: float, nbytes: int) -> None:
+        """Add the processor seconds that a watching thread has taken, and the bytes that it has read and written."""
         self.seconds += seconds
+        self.bytes += nbytes
 
 
 WATCHING = WatchingTime()
-"""Time of all watches of this process."""
+"""Time and bytes of all watches of this process."""
 
 
 class ProcessHeartbeat:
@@ -65,7 +67,7 @@ class ProcessHeartbeat:
         place = self.calls()
         is_debugged = any(call.file.endswith(("bdb.py", "pdb.py")) for call in place)
         computed = time.process_time() - WATCHING.seconds + seconds_of_children(os.getpid())
-        now = (place, computed, bytes_of(os.getpid()))
+        now = (place, computed, bytes_of(os.getpid()) - WATCHING.bytes)
         worked = now[1] - self._seconds > _WORK_S or now[2] - self._bytes > _WORK_BYTES
         if (
             now[0] != self._place
@@ -167,10 +169,11 @@ def seconds_of_children(pid: int) -> float:
     return total
 
 
-def bytes_of(pid: int) -> int:
-    """Return the bytes that a process has read and written."""
+def bytes_of(pid: int, thread: int | None = None) -> int:
+    """Return the bytes that a process, or one of its threads, has read and written."""
+    path = f"/proc/{pid}/io" if thread is None else f"/proc/{pid}/task/{thread}/io"
     try:
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        lines = Path(path).read_text().splitlines()
     except OSError:
         return 0
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))

@@ -40,6 +40,7 @@ Cost: each second two questions to the store, a look at one stack and one snapsh
 import atexit
 import contextlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -51,7 +52,14 @@ from typing import Any, NamedTuple
 from shardwise.base.errors import CommError, DeadlineError
 from shardwise.comm.flights import InFlightCollectives
 from shardwise.comm.rendezvous.handshake import RankIdentity
-from shardwise.comm.rendezvous.process import WATCHING, ProcessHeartbeat, calls_of, has_ended, stack_of
+from shardwise.comm.rendezvous.process import (
+    WATCHING,
+    ProcessHeartbeat,
+    bytes_of,
+    calls_of,
+    has_ended,
+    stack_of,
+)
 from shardwise.comm.rendezvous.stack_file import StackFile
 from shardwise.comm.rendezvous.store import SealedStore, StoreClient
 from shardwise.comm.watching.answers import AwaitedCall, OwnWork, RankAnswer, SlowRank, StartedCall
@@ -714,11 +722,11 @@ def _awaited(wait: CollectiveWait | None, recorder: Recorder | None) -> AwaitedC
 
 def _run(own: "weakref.ref[Watchdog]", ended: threading.Event, tick: Callable[["Watchdog"], None]) -> None:
     """Call ``tick`` once a second until the watch is stopped or dropped."""
-    counted_s = 0.0
+    counted_s, counted_bytes = 0.0, 0
     while not ended.wait(_TICK_S):
-        now_s = time.thread_time()
-        WATCHING.add(now_s - counted_s)
-        counted_s = now_s
+        now_s, now_bytes = time.thread_time(), bytes_of(os.getpid(), threading.get_native_id())
+        WATCHING.add(now_s - counted_s, now_bytes - counted_bytes)
+        counted_s, counted_bytes = now_s, now_bytes
         watch = own()
         if watch is None:
             return
