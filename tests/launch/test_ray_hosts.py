@@ -47,7 +47,7 @@ class RayCluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     if importlib.util.find_spec("ray") is None:
-        pytest.skip("needs Ray: pip install 'shardwise[ray]'")
+        pytest.skip("needs Ray: pip install ray")
     folder = tmp_path_factory.mktemp("ray")
     options = ["--num-cpus=2", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
     with namespaces(2) as hosts:

@@ -10,7 +10,7 @@ the addresses that ``ray status -v`` shows. More ranks than a node has processor
 anything starts, where Ray itself would wait. If this process ends, Ray ends its actors, and with them the agents'
 connections. Ray keeps the command line of this process, which must be text in UTF-8, and shows it in its dashboard.
 
-Ray is an extra: ``pip install shardwise[ray]``.
+Ray is an extra of the project, ``ray``, or ``pip install ray``.
 """
 
 import contextlib
@@ -141,7 +141,7 @@ class RayLauncher:
         try:
             import ray
         except ImportError:
-            raise ConfigError("launch: --launcher ray needs Ray: pip install 'shardwise[ray]'") from None
+            raise ConfigError("launch: --launcher ray needs Ray, which is not installed: pip install ray") from None
         path = os.environ.get("PYTHONPATH")
         variables = {"env_vars": {"PYTHONPATH": path}} if path else {}
         if ray.is_initialized():
