@@ -141,7 +141,9 @@ class RayLauncher:
         try:
             import ray
         except ImportError:
-            raise ConfigError("launch: --launcher ray needs Ray, which is not installed: pip install ray") from None
+            raise ConfigError(
+                "launch: --launcher ray needs Ray, which is not installed: pip install ray"
+            ) from None
         path = os.environ.get("PYTHONPATH")
         variables = {"env_vars": {"PYTHONPATH": path}} if path else {}
         if ray.is_initialized():
