@@ -15,6 +15,10 @@ from shardwise.comm.rendezvous.process import ThreadCall, has_ended, seconds_of,
 from shardwise.comm.rendezvous.stack_file import stack_by_signal
 
 _LOOK_S = 0.3
+_COMPUTING = 0.1
+"""Share of the time of a look in which a process that computes has a processor, also on a machine with many others. A
+process that sleeps takes single ticks of the kernel's clock, for the threads that wake in it.
+"""
 
 
 class ProcessState(Enum):
@@ -56,7 +60,7 @@ def seen_from_outside(pid: int, offer: Sequence[int] = ()) -> ProcessView:
     before = seconds_of(pid)
     time.sleep(_LOOK_S)
     # The signal may end a sleep, so the process is judged before it.
-    computes = state == "R" or seconds_of(pid) > before
+    computes = state == "R" or seconds_of(pid) - before > _COMPUTING * _LOOK_S
     calls = stack_by_signal(pid, list(offer)) if offer else []
     if computes:
         said = f"its process {pid} computes in one long call that lets no Python run beside it"
