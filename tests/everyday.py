@@ -1,8 +1,8 @@
 """Rows that the everyday suite leaves to ``make soak``, because another row of it sees the same mistakes in less time.
 
 A mark in a test's own file says which rows of a matrix are drawn. This table says which of the drawn ones cost seconds.
-It is in one place, so that the time of the suite can be set from its ``--durations``. The suite as a whole refuses an
-entry that names no test.
+It is in one place, so that the time of the suite can be set from its ``--durations``. tests/test_everyday.py fails where
+an entry names no test.
 """
 
 from collections.abc import Collection, Sequence
@@ -48,7 +48,7 @@ MOVED: dict[str, Sequence[str] | None] = {
     ),
     "cli/test_trainer.py::test_two_ranks_train_and_write_as_one_does": ("0",),
     "comm/test_strict.py::test_engines_start_and_train": ("pp 3, tied, on three of the ranks",),
-    "comm/test_watch.py::test_a_number_for_the_deadline_is_kept": ALL,
+    "comm/watching/test_watch.py::test_a_number_for_the_deadline_is_kept": ALL,
     "engine/fit/test_foresee.py::test_the_peak_of_each_stage_is_foreseen": (
         "{'recompute': 'full', 'precision': 'bf16'}",
         "{'pipeline': {'schedule': 'interleaved_1f1b', 'virtual_stages': 2}}",

@@ -1,0 +1,11 @@
+"""The table of rows that the everyday suite leaves to the soak names rows that exist."""
+
+import pytest
+
+from tests.everyday import unknown
+
+
+def test_every_entry_names_a_row(request: pytest.FixtureRequest) -> None:
+    if request.config.args != request.config.getini("testpaths"):
+        pytest.skip("the table is compared with all tests, and some were asked for by name")
+    assert not unknown(request.session.items)
