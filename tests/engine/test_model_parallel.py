@@ -303,14 +303,11 @@ LAYOUTS = [
 """Every value of every axis, and every two values that meet: number of stages × schedule × microbatches as a Latin
 square, each ZeRO stage beside stages and beside slices, each family and sequence mode on each number of slices."""
 PRODUCTS = [
-    Layout(tp=3, heads=6, kv_heads=3),
-    Layout(tp=4, kv_heads=2),
     Layout(pp=2, tp=2, microbatches=3, family="gpt2", recompute="full"),
     Layout(pp=2, dp=2, stage=3, microbatches=3, reshard_after_forward=False, recompute="full"),
     Layout(pp=2, dp=2, stage=2, microbatches=3, schedule="gpipe", family="gpt2"),
     Layout(dp=2, tp=2, stage=3, microbatches=2, recompute="selective", kv_heads=1),
     Layout(pp=3, microbatches=4, family="gpt2"),
-    Layout(pp=2, dp=2, tp=2, microbatches=3, stage=1, kv_heads=2),
     Layout(pp=2, dp=2, tp=2, microbatches=2, stage=2, recompute="full", family="gpt2"),
     Layout(pp=2, dp=2, tp=2, tile=5, microbatches=2, stage=2, recompute="full"),
     Layout(tp=2, overlap=3),
@@ -397,7 +394,7 @@ PRODUCTS = [
         for stage in range(4)
     ),
 ]
-EVERY = [each for each in PRODUCTS if each not in LAYOUTS]
+EVERY = [each for each in dict.fromkeys(PRODUCTS) if each not in LAYOUTS]
 """The rest of the products, in the soak."""
 
 
