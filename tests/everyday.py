@@ -1,8 +1,8 @@
 """Rows that the everyday suite leaves to ``make soak``, because another row of it sees the same mistakes in less time.
 
 A mark in a test's own file says which rows of a matrix are drawn. This table says which of the drawn ones cost seconds.
-It is in one place, so that the time of the suite can be set from its ``--durations``. tests/test_everyday.py fails if an
-entry names no test.
+It is in one place, so that the time of the suite can be set from its ``--durations``. An entry that names no test makes
+tests/test_everyday.py fail.
 """
 
 from collections.abc import Collection, Sequence
