@@ -125,7 +125,12 @@ class _MirrorLinks:
         self.transports: dict[Any, MirrorTransport] = {}
 
     def transport(
-        self, ranks: tuple[int, ...], kin: Sequence[tuple[int, ...]], policy: CommPolicy, lane: str
+        self,
+        ranks: tuple[int, ...],
+        kin: Sequence[tuple[int, ...]],
+        policy: CommPolicy,
+        lane: str,
+        hosts: Sequence[int] = (),
     ) -> MirrorTransport | None:
         if len(ranks) < 2 or self._rank not in ranks:
             return None

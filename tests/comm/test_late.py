@@ -106,9 +106,9 @@ def _receive_with(
         made.append(empty(*kind))
         return made[-1]
 
-    def follow(pending: PendingCollective, operation: str, index: int, what: str) -> PendingCollective:
+    def follow(pending: PendingCollective, operation: str, *more: Any) -> PendingCollective:
         found: PendingCollective = between(pending, made[-1]) if operation == "receive" else pending
-        return followed(found, operation, index, what)
+        return followed(found, operation, *more)
 
     peers.send("", [torch.ones(3)], 1 - group.index, "activation", "activations")
     with patch.object(peers, "_empty", make), patch.object(peers, "_followed", follow):

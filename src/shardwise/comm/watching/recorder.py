@@ -215,9 +215,11 @@ class Recorder:
     # Records -----------------------------------------------------------------------------------------------------
 
     def action(self, action: Action) -> None:
-        """Record that the walker has come to an Action."""
+        """Record that the walker has come to an Action; one of a Kind that a program has added is left out."""
         kind, unit, microbatch, stage, other = action
-        self._write(Event.ACTION, _KIND_NUMBERS[kind], 0, 0, unit, microbatch, stage, other)
+        number = _KIND_NUMBERS.get(kind)
+        if number is not None:
+            self._write(Event.ACTION, number, 0, 0, unit, microbatch, stage, other)
 
     def start(
         self, group: RecordedGroup, operation: str, dtype: torch.dtype | None, elements: int, what: str
