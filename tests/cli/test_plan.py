@@ -310,6 +310,15 @@ def test_a_key_is_solved(
     assert "no order" in capsys.readouterr().err
 
 
+def test_an_axis_over_hosts_is_warned_of(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (config, "--ranks", "2", "--device", "h100", "--set", "mesh.tp=2")
+    (told,) = report(monkeypatch, capsys, *given, "--per-host", "1")[1]["warnings"]
+    assert told.startswith("mesh.tp: the 2 ranks along 'tp' lie on 2 hosts")
+    assert report(monkeypatch, capsys, *given, "--per-host", "2")[1]["warnings"] == []
+
+
 def test_ten_thousand_ranks_are_planned_as_eight(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

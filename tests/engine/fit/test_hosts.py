@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.comm.rendezvous.hosts import exchange_of
-from shardwise.engine.fit.hosts import exchanges_on_hosts
+from shardwise.engine.fit.hosts import exchanges_on_hosts, notes_of_planned_axes
 from shardwise.plan.exchange import GradientExchange
 from shardwise.plan.mesh import Mesh
 
@@ -37,3 +37,10 @@ def test_ranks_on_one_host_have_one_level() -> None:
 def test_uneven_hosts_have_no_two_levels() -> None:
     with pytest.raises(ConfigError, match="two_level needs equally many ranks of 'dp_shard' on each host"):
         exchanges_on_hosts(Mesh(dp_shard=8), "two_level", 3, "cuda")
+
+
+def test_an_axis_over_hosts_is_told_with_a_mesh_that_avoids_it() -> None:
+    (told,) = notes_of_planned_axes(Mesh(dp_shard=2, tp=4), 2)
+    assert told.startswith("mesh.tp: the 4 ranks along 'tp' lie on 2 hosts") and "tp: 2" in told
+    assert notes_of_planned_axes(Mesh(dp_shard=2, tp=4), 4) == []
+    assert notes_of_planned_axes(Mesh(dp_shard=2, tp=4), None) == []

@@ -1,4 +1,4 @@
-"""Hosts of a planned job: the ways to sum gradients over ranks that lie on several hosts, before any rank exists.
+"""Hosts of a planned job: the ways to sum gradients over them and the axes that lie on several, before any rank exists.
 
 Rank r lies on host r // per_host, as launchers number them. The ways are those that the ranks themselves find when they
 meet (comm/rendezvous/hosts.py).
@@ -6,7 +6,7 @@ meet (comm/rendezvous/hosts.py).
 Cost: one group of ranks for each axis of sharded state, if all groups lie on hosts alike; else all groups.
 """
 
-from shardwise.comm.rendezvous.hosts import different_hosts, exchange_of
+from shardwise.comm.rendezvous.hosts import different_hosts, exchange_of, notes_of_axes
 from shardwise.plan.exchange import Asked, GradientExchange
 from shardwise.plan.mesh import DENSE, EXPERT, Mesh
 from shardwise.simulate.exchange_price import is_aligned
@@ -44,3 +44,15 @@ def cp_hosts(mesh: Mesh, per_host: int | None) -> tuple[int, ...]:
         per_host: Ranks of one host; None: all ranks lie on one host.
     """
     return () if per_host is None else different_hosts([rank // per_host for rank in mesh.ranks("cp", 0)])
+
+
+def notes_of_planned_axes(mesh: Mesh, per_host: int | None) -> list[str]:
+    """Return a sentence for each of "tp", "cp" and "ep" whose ranks lie on several hosts, with a mesh that avoids it.
+
+    Args:
+        mesh: The mesh.
+        per_host: Ranks of one host; None: all ranks lie on one host.
+    """
+    return (
+        [] if per_host is None else notes_of_axes(mesh, [rank // per_host for rank in range(mesh.world_size)])
+    )

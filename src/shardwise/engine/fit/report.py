@@ -22,6 +22,7 @@ from shardwise.base.words import bytes_text, counted
 from shardwise.config.run import RunConfig
 from shardwise.engine.fit.fits import ConfigChange
 from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate
+from shardwise.engine.fit.hosts import notes_of_planned_axes
 from shardwise.engine.fit.search import SearchReport
 from shardwise.engine.fit.solve import SolvedKey
 from shardwise.observe.flops import flops_text
@@ -225,6 +226,11 @@ class JobReport:
             for (operation, purpose, axis), count in counts.items()
         ]
 
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences on axes whose ranks would lie on several hosts, each with a mesh that avoids it."""
+        return notes_of_planned_axes(self.outlook.plan.mesh, self.known.per_host)
+
     def plain(self) -> dict[str, Any]:
         """Return the report as values for JSON."""
         mesh, seconds = self.outlook.plan.mesh, self.seconds
@@ -238,6 +244,7 @@ class JobReport:
             "mesh": {axis: mesh.size(axis) for axis in (*mesh.axes, "ep", "etp")},
             "device": self.device,
             "assumes": list(self.assumes),
+            "warnings": self.warnings,
             "classes": self.classes(),
             "why": [reason.plain() | dict(removal) for reason, removal in self.why],
             "flops": None
@@ -272,6 +279,7 @@ class JobReport:
         said += _memory_lines(self.outlook.step)
         if self.seconds is not None:
             said += _time_lines(self.seconds, self.config.train.steps)
+        said += [f"warning: {each}" for each in self.warnings]
         said += [f"assumed: {each}" for each in self.assumes]
         return said + self._further_lines()
 
