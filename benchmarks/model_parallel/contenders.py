@@ -62,11 +62,13 @@ def _tensor() -> list[Contender]:
     return rows
 
 
-def _near(recompute: str = "none") -> Contender:
-    """``zb_h1`` whose gradients of weights follow those of inputs: less memory."""
+def _delayed(name: str, delay: int, recompute: str = "none") -> Contender:
+    """``zb_h1`` whose gradients of weights follow those of inputs by ``delay`` microbatches; fewer take less memory."""
     word = "" if recompute == "none" else "-recompute"
     options = {"schedule": "zb_h1", "recompute": recompute, "kind": "pipeline", "transport": "shared_memory"}
-    return _ours(f"shardwise-zb_h1-4-shm-near{word}", f"zb_h1{word}, 4", 4, **options, wgrad_delay="0")
+    return _ours(
+        f"shardwise-zb_h1-4-shm-{name}{word}", f"zb_h1{word}, 4", 4, **options, wgrad_delay=str(delay)
+    )
 
 
 def _pipeline(schedule: str, microbatches: int, recompute: str = "none") -> list[Contender]:
@@ -92,8 +94,8 @@ CONTENDERS: list[Contender] = [
         ]
     ),
     *(row for schedule in RECOMPUTED for row in _pipeline(schedule, 4, "full")),
-    _near(),
-    _near("full"),
+    _delayed("near", 0),
+    _delayed("far", 1, "full"),
 ]
 
 

@@ -20,6 +20,7 @@ from shardwise.models import Gpt, GptPolicy
 from shardwise.models.ctr.build import build_ctr
 from shardwise.models.ctr.policy import CTR_POLICIES
 from shardwise.parallel.embedding.policy import TablesPolicy
+from shardwise.plan.action import Kind
 from shardwise.simulate.passes import LiveBytes
 from shardwise.simulate.storages import added
 
@@ -185,6 +186,29 @@ def test_the_peak_of_each_stage_is_foreseen(ranks: Any, given: dict[str, Any]) -
     for step, most in zip(outlook.steps, found, strict=True):
         assert 0.98 * passing(step) <= most <= 1.01 * passing(step)
     assert outlook.step is not None and outlook.step.rank == found.index(max(found))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "delay", "most"), [("none", None, 2), ("full", None, 1), ("full", 1, 2)], ids=str
+)
+def test_recomputed_stages_keep_no_products_waiting(recompute: str, delay: int | None, most: int) -> None:
+    """What waits for W are the inputs of layers, so that recomputation would save them only until I."""
+    given = {
+        "mesh": {"pp": 2},
+        "batch": {"accumulation": 4},
+        "recompute": recompute,
+        "pipeline": {"schedule": "zb_h1", "wgrad_delay": delay},
+    }
+    found = 0
+    for actions in foresee(gpt, given, 2).plan.actions.values():
+        waiting = set()
+        for action in actions:
+            if action.kind is Kind.I:
+                waiting.add(action.microbatch)
+            elif action.kind is Kind.W:
+                waiting.discard(action.microbatch)
+            found = max(found, len(waiting))
+    assert found == most
 
 
 @pytest.mark.parametrize("given", [{}, {"experts": {"rows": 128}}, {"recompute": "full"}], ids=str)

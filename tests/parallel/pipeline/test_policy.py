@@ -49,3 +49,14 @@ def test_every_foreign_name_of_a_schedule_is_answered_with_keys_that_exist() -> 
 def test_what_cannot_be_says_what_can(given: dict[str, object], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         PipelinePolicy.model_validate(given)
+
+
+def test_recomputation_of_whole_blocks_leaves_no_products_waiting() -> None:
+    """What waits for W are the inputs of layers, which recomputation frees; a delay that is given stays."""
+    policy = PipelinePolicy(schedule="zb_h1")
+    assert policy.beside_recomputation(True).wgrad_delay == 0
+    assert policy.beside_recomputation(False) == policy
+    far = PipelinePolicy(schedule="zb_h1", wgrad_delay=1)
+    assert far.beside_recomputation(True) == far
+    other = PipelinePolicy(schedule="zb_v")
+    assert other.beside_recomputation(True) == other

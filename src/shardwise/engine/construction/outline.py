@@ -151,7 +151,7 @@ def policies_of(
     microbatches = settings.batch.accumulation or 1
     return PlanPolicies(
         settings.zero,
-        settings.pipeline,
+        settings.pipeline.beside_recomputation(settings.recompute.scope == "full"),
         settings.precision,
         group_of,
         updates,

@@ -271,7 +271,7 @@ class JobBounds:
         count, pp = job.policies.microbatches, job.mesh.pp
         splits = job.settings.pipeline.splits_backward
         step_s = pipeline_bound(seconds, job.mesh.places, count, messages_s, splits) * _ROUNDING
-        held = self._kept(kept, pp, count, job.settings.pipeline)
+        held = self._kept(kept, pp, count, job.policies.pipeline)
         if job.settings.offload.activations != "device":
             held = [0] * pp
         return ShapeBound(step_s, tuple(seconds), messages_s, tuple(held))

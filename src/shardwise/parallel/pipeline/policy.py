@@ -35,9 +35,10 @@ class PipelinePolicy(Policy):
     """Most microbatches whose activations a rank of ``zb_greedy`` keeps at a time, each on both of its stages; None:
     "pp" + 1/2."""
     wgrad_delay: NonNegativeInt | None = None
-    """Most microbatches by which a rank of ``zb_h1`` computes the gradients of weights behind those of inputs. None: as
-    many as make the step shortest, up to "pp" - 1 on the last rank. With fewer, less memory is held by what waits; 0: a
-    rank sends the gradient of the input, and then computes those of the weights."""
+    """Most microbatches by which a rank of ``zb_h1`` computes the gradients of weights behind those of inputs. With
+    fewer, less memory is held by what waits; 0: a rank sends the gradient of the input, and then computes those of the
+    weights. None: 0 under ``recompute: full``, because what waits are the inputs of layers that recomputation frees;
+    otherwise as many as make the step shortest, up to "pp" - 1 on the last rank."""
     partition: (
         Literal["uniform", "parameters", "measured"]
         | Annotated[str, Field(pattern="^type:.")]
@@ -142,3 +143,12 @@ class PipelinePolicy(Policy):
                 f"{self.schedule!r}; leave wgrad_delay out, or set schedule: zb_h1"
             )
         return self
+
+    def beside_recomputation(self, is_full: bool) -> Self:
+        """Return the policy with the ``wgrad_delay`` that suits recomputation, if none was given.
+
+        Args:
+            is_full: True if whole blocks recompute.
+        """
+        follows = is_full and self.schedule == "zb_h1" and self.wgrad_delay is None
+        return self.model_copy(update={"wgrad_delay": 0}) if follows else self
