@@ -129,8 +129,8 @@ def memories(_world: Any) -> dict[str, Any]:
         stores = [part.store for part in collection.placed.parts]
         found["held"] = engine.held_bytes()
         dense = sum(size for row, size in engine.state_bytes().items() if "tables" not in row)
-        found["device"] = sum(each.slab.nbytes for each in stores if is_on_device(each.slab))
-        found["host"] = sum(each.nbytes for each in stores if not is_on_device(each.slab))
+        found["device"] = sum(each.lines.nbytes for each in stores if is_on_device(each.lines.memory))
+        found["host"] = sum(each.nbytes for each in stores if not is_on_device(each.lines.memory))
         found["plan"] = str(engine.plan)
         engine.close()
         engine_of(device, 30_400 + dense).close()

@@ -388,10 +388,10 @@ def test_many_tables_share_the_addresses_of_a_large_host(monkeypatch: pytest.Mon
     policies = [TablePolicy(name=f"t{i}", width=16, dynamic=DYNAMIC) for i in range(60)]
     tables = EmbeddingCollection(policies)
     tables({f"t{i}": Ragged.of_ones(torch.tensor([i])) for i in range(60)})
-    assert tables.placed.parts[0].store.slab.nbytes > 1 << 44
+    assert tables.placed.parts[0].store.lines.nbytes > 1 << 44
     few = EmbeddingCollection(policies[:3])
     few.place()
-    assert few.placed.parts[0].store.slab.nbytes > 0.99 * 3 * (2 << 40), (
+    assert few.placed.parts[0].store.lines.nbytes > 0.99 * 3 * (2 << 40), (
         "a few may still have the whole host each"
     )
 

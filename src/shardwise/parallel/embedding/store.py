@@ -1,6 +1,6 @@
 """Store: the rows of one group of tables on one rank.
 
-    slab    [rows, width + optimizer state]      one line a row, so that an update touches one stretch of memory
+    lines   [rows, width + optimizer state]      one line a row (row_lines.py)
             | table 0 | table 1 | ...            static tables: all rows, drawn at the start
                                                  dynamic: address space for the most rows that a table may have;
                                                  memory is taken as rows come, and no row moves as a table grows
@@ -21,11 +21,7 @@ from shardwise.base.errors import MismatchError
 from shardwise.comm.collectives import Group
 from shardwise.kernels import philox
 from shardwise.kernels.initializers import Uniform
-from shardwise.kernels.tables.pooling import gather
-from shardwise.kernels.tables.row_optimizers import update
-from shardwise.kernels.tables.row_replay import catch_up
-from shardwise.kernels.tables.row_rules import Adam, RowwiseAdagrad
-from shardwise.kernels.tables.slab import reserve
+from shardwise.kernels.tables.row_rules import RowwiseAdagrad
 from shardwise.kernels.tables.start_rows import start_rows
 from shardwise.optim.clip import square_sum
 from shardwise.parallel.embedding.dynamic import DynamicIndex, capacity_of, limit_of
@@ -39,6 +35,7 @@ from shardwise.parallel.embedding.layout import (
     writer_of,
 )
 from shardwise.parallel.embedding.row_gradients import RowGradients
+from shardwise.parallel.embedding.row_lines import RowLines
 from shardwise.parallel.embedding.rows import KeyedRows, RowTally
 from shardwise.parallel.embedding.rules import ONE_A_ROW, history_of, optimizer_of, state_columns
 from shardwise.parallel.embedding.transfer import SlabRows
@@ -106,32 +103,32 @@ class RowStore:
                     DynamicIndex(table.name, table.dynamic, base, limit, capacity, key, group.size == 1)
                 )
                 base += limit
-            self.slab = reserve(base, line, dtype)
+            self.lines = RowLines(base, width, self.optimizer, dtype, _CPU)
         else:
-            if device.type == "cpu":
-                self.slab = reserve(tables.slab_rows(group.index), line, dtype)
-            else:
-                self.slab = torch.zeros(tables.slab_rows(group.index), line, dtype=dtype, device=device)
-                if self._history is not None:
-                    self._stood = torch.zeros(len(self.slab), dtype=torch.int32)
+            self.lines = RowLines(tables.slab_rows(group.index), width, self.optimizer, dtype, device)
+            if device.type != "cpu" and self._history is not None:
+                self._stood = torch.zeros(len(self.lines), dtype=torch.int32)
             for place in range(len(tables.tables)):
                 self._draw(place, self._static_keys(place))
 
     @property
     def device(self) -> torch.device:
         """Device of the rows. Dynamic tables are on the CPU, beside their index."""
-        return self.slab.device
+        return self.lines.device
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows in use and of the indexes."""
-        rows = sum(each.index.rows for each in self._dynamic) if self._dynamic else len(self.slab)
-        return rows * self.slab.shape[1] * self.slab.itemsize + sum(d.nbytes for d in self._dynamic)
+        rows = sum(each.index.rows for each in self._dynamic) if self._dynamic else len(self.lines)
+        return rows * self.lines.line_bytes + sum(d.nbytes for d in self._dynamic)
 
     @property
     def steady_rows(self) -> Tensor | None:
-        """The slab if only updates change it; None for dynamic tables and for an exact Adam, which reads change too."""
-        return None if self._dynamic or self._history is not None else self.slab
+        """The lines if only updates change them.
+
+        None for dynamic tables and for an exact Adam, whose lines change when they are read.
+        """
+        return None if self._dynamic or self._history is not None else self.lines.memory
 
     @property
     def step_bytes(self) -> int:
@@ -194,15 +191,15 @@ class RowStore:
         absent = rows.here < 0 if self._dynamic else None
         if absent is None or not bool(absent.any()):
             self._catch_up(rows)
-            return gather(self.slab, rows.there, len(self.columns))
+            return self.lines.weights(rows.there)
         present = rows.here[~absent]  # of a dynamic table, which is on the host
         self._catch_up(SlabRows(present, present))
-        weights = self.slab.new_zeros(absent.numel(), len(self.columns))
-        weights[~absent] = gather(self.slab, present, len(self.columns))
+        weights = torch.zeros(absent.numel(), len(self.columns), dtype=self.dtype)
+        weights[~absent] = self.lines.weights(present)
         return weights
 
     def can_lend(self, rows: SlabRows) -> bool:
-        """Bring rows up to date in the slab; return True if all of them exist, so that they may be read in place."""
+        """Bring rows up to date; return True if all of them exist, so that they may be read in place."""
         if self._dynamic and bool((rows.here < 0).any()):
             return False
         self._catch_up(rows)
@@ -218,28 +215,19 @@ class RowStore:
         """Return Σ g² of the delivered gradients that count on this rank, in fp64."""
         if self.tables.place.placement == "data_parallel" and self._group.index:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        _, grads = self._gradients.merged(self.slab)
+        _, grads = self._gradients.merged(self.lines.memory)
         return square_sum(grads.reshape(-1))
 
     def step(self, step: int, lr_factor: float, divisor: float) -> None:
         """Update the rows that have gradients, then update scores and evict rows."""
-        rows, grads = self._gradients.merged(self.slab)
+        rows, grads = self._gradients.merged(self.lines.memory)
         self._gradients.clear()
         lr = self.tables.optimizer.lr * lr_factor
         self._catch_up(rows)
         scale = 1.0 / divisor
         squares = self._mean_squares(rows.there, grads, scale)
         if rows.here.numel():
-            update(
-                self.optimizer,
-                self.slab,
-                rows.there,
-                grads,
-                lr=lr,
-                step=step,
-                scale=scale,
-                mean_squares=squares,
-            )
+            self.lines.update(rows.there, grads, lr=lr, step=step, scale=scale, mean_squares=squares)
             if self._stood is not None:
                 self._stood[rows.here] = step
         if self._history is not None:
@@ -279,7 +267,7 @@ class RowStore:
             return None
         g = grads * scale
         if optimizer.weight_decay:
-            g = g + gather(self.slab, rows, len(self.columns)) * optimizer.weight_decay
+            g = g + self.lines.weights(rows) * optimizer.weight_decay
         sums = (g * g).sum(1)
         self._group.all_reduce(sums, f"squares of {self.tables}", "gradients").wait()
         return sums / self.tables.width
@@ -287,9 +275,8 @@ class RowStore:
     def _catch_up(self, rows: SlabRows) -> None:
         if self._history is None:
             return
-        assert isinstance(self.optimizer, Adam), "Adam alone replays"
         stood = None if self._stood is None else self._stood[rows.here]
-        catch_up(self._history, self.optimizer, self.slab, rows.there, len(self.columns), stood)
+        self.lines.catch_up(self._history, rows.there, stood)
         if self._stood is not None:
             self._stood[rows.here] = len(self._history)
 
@@ -308,7 +295,7 @@ class RowStore:
     def _begin(self, table: DynamicIndex, keys: Tensor, rows: Tensor) -> None:
         """Write start weights and optimizer state of new rows."""
         policy = next(each for each in self.tables.tables if each.name == table.name)
-        self.slab[rows] = self._start_lines(table.start_key, keys, policy.start_bound)
+        self.lines.write(rows, self._start_lines(table.start_key, keys, policy.start_bound))
 
     # Rows in and out ---------------------------------------------------------------------------------------------
 
@@ -340,14 +327,10 @@ class RowStore:
         keys, here = keys[order], rows[order]
         rows = here.to(self.device)
         self._catch_up(SlabRows(here, rows))
-        width = len(self.columns)
-        state, start = {}, width
-        for name, columns in state_columns(self.optimizer, width):
-            state[name] = self.slab[:, start : start + columns].index_select(0, rows)
-            start += columns
+        weights, state = self.lines.stored(rows)
         return KeyedRows(
             keys,
-            self.slab[:, :width].index_select(0, rows),
+            weights,
             state,
             None if scores is None else scores[order],
             self.columns.start,
@@ -424,7 +407,7 @@ class RowStore:
                     f"{', '.join(rows.state)}; another optimizer wrote them"
                 )
             start += columns
-        self.slab[places.to(self.device)] = lines.to(self.device)
+        self.lines.write(places, lines)
         if self._stood is not None:
             self._stood[places] = lines[:, -1].int()
 
@@ -458,14 +441,15 @@ class RowStore:
         for start in range(0, keys.numel(), _START_ROWS):
             part = keys[start : start + _START_ROWS]
             lines = self._start_lines(key, part, table.start_bound)
-            self.slab[base + start : base + start + part.numel()].copy_(lines)
+            where = slice(base + start, base + start + part.numel())
+            self.lines.write(where, lines)
             if self._stood is not None:
-                self._stood[base + start : base + start + part.numel()] = lines[:, -1].int()
+                self._stood[where] = lines[:, -1].int()
 
     def _start_lines(self, key: int, keys: Tensor, bound: float) -> Tensor:
         """Return start weights and optimizer state of keys: [n, w + state]."""
         width = len(self.columns)
-        lines = torch.empty(keys.numel(), self.slab.shape[1], dtype=self.dtype)
+        lines = torch.empty(keys.numel(), self.lines.columns, dtype=self.dtype)
         if bound:
             initializer = Uniform(-bound, bound)
             lines[:, :width] = start_rows(

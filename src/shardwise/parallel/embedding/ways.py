@@ -295,10 +295,10 @@ class GatheredKeysExchange(TableExchange):
             own = rows.part(start, start + parts[me])
             if not store.can_lend(own):
                 return self._pooled(asked, store.read(own))
-            # Pool from the slab, without a copy of the rows. Keys of static tables are slab rows already.
+            # Pool from the lines, without a copy of the rows. Keys of static tables are rows already.
             are_rows = asked.fused.keys.device == own.there.device and not self.tables.is_dynamic
             index = asked.fused.keys if are_rows else own.there[asked.inverse]
-            return self._pooled(asked, store.slab, index)
+            return self._pooled(asked, store.lines.pooled_from, index)
         served = store.read(rows)  # [A, D/N]
         elements = [[part * len(self.tables.columns(rank)) for part in parts] for rank in self._ranks]
         output = served.new_empty(sum(row[me] for row in elements))
@@ -522,7 +522,7 @@ def _stretch(fused: FusedKeys, run: FeatureRun, index: Tensor) -> tuple[Tensor, 
 def _or_zeros(asked: KeyRequest, rows: int, width: int, store: RowStore) -> Tensor:
     """Return the stored gradients, or zeros if this rank's loss does not depend on the group."""
     if asked.gradient is None:
-        return store.slab.new_zeros(rows, width)
+        return torch.zeros(rows, width, dtype=store.dtype, device=store.device)
     return asked.gradient.to(store.dtype)
 
 
