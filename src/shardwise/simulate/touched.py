@@ -21,7 +21,7 @@ from typing import NamedTuple
 from shardwise.base.hardware import Product
 from shardwise.parallel.embedding.calls import GroupLoad
 from shardwise.parallel.embedding.cost import rows_touched
-from shardwise.parallel.embedding.rules import optimizer_of
+from shardwise.parallel.embedding.rules import dtypes_of, optimizer_of
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan, RankClass
 from shardwise.plan.registry import Registry
@@ -135,11 +135,12 @@ def table_rows(groups: Sequence[GroupLoad], ranks: int) -> TableRows:
     found = TableRows()
     for group in groups:
         width, state = group.tables.width, optimizer_of(group.tables.optimizer).columns(group.tables.width)
+        stored = dtypes_of(group.tables.tables[0], group.wire.dtype)
         for place, load in zip(group.tables.places, group.loads, strict=True):
-            touched = rows_touched(place, load, ranks) * group.itemsize
+            touched = rows_touched(place, load, ranks)
             found = TableRows(
                 found.keys_bytes + load.keys * _KEY_BYTES,
-                found.read_bytes + touched * width,
-                found.updated_bytes + touched * (width + state),
+                found.read_bytes + touched * stored.line_bytes(width, 0),
+                found.updated_bytes + touched * stored.line_bytes(width, state),
             )
     return found

@@ -539,6 +539,7 @@ def _job_in_fp64(subject: Verification, is_silent: bool) -> LayoutJob:
     """Return the run of the layout with the model, the state and Newton-Schulz in fp64."""
     keys = ["precision=fp64"]
     keys += ["offload.state=fp32"] if subject.config.offload.state != "fp32" else []
+    keys += ["tables.wire=fp32"] if subject.config.tables.wire != "fp32" else []
     keys += ["optimizer.ns_dtype=fp64"] if subject.config.optimizer.type == "muon" else []
     return _job(subject, is_silent, load(subject.config, keys), torch.float64)
 

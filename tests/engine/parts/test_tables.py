@@ -265,7 +265,7 @@ def _schedule_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def _copies_counted_by_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        store.RowStore, "square_sum", lambda self: (self._gradients.merged(self.lines.memory)[1] ** 2).sum()
+        store.RowStore, "square_sum", lambda self: (self._gradients.merged(self._like)[1] ** 2).sum()
     )
 
 

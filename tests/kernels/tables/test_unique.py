@@ -6,7 +6,7 @@ import torch
 
 from shardwise.kernels.tables.compiled import is_installed
 from shardwise.kernels.tables.hash_index import HashIndex
-from shardwise.kernels.tables.keys import _FACTORS
+from shardwise.kernels.tables.keys import FACTORS
 from shardwise.kernels.tables.unique import (
     DistinctKeys,
     UniqueScratch,
@@ -57,7 +57,7 @@ def test_scratch_leaves_nothing_behind() -> None:
 def unmixed(mixes: list[int]) -> torch.Tensor:
     """Return the keys that have these mixes: the inverse of ``mix``, which is a bijection."""
     keys, bits = np.array(mixes, np.uint64), np.uint64(33)
-    for factor in reversed(_FACTORS):
+    for factor in reversed(FACTORS):
         keys = (keys ^ (keys >> bits)) * np.uint64(pow(factor, -1, 1 << 64))
     return torch.from_numpy((keys ^ (keys >> bits)).view(np.int64))
 

@@ -370,7 +370,7 @@ def test_a_loop_that_never_steps_the_tables_is_told() -> None:
 
 def test_rows_of_sixteen_bits_are_refused() -> None:
     tables = EmbeddingCollection([TablePolicy(name="t", width=2, rows=3)], dtype=torch.bfloat16)
-    with pytest.raises(PlanError, match="would lose every update below 1/256"):
+    with pytest.raises(PlanError, match="would lose everything below 1/256"):
         tables.place()
     tables = EmbeddingCollection([TablePolicy(name="t", width=2, rows=3)], dtype=torch.bfloat16)
     engine = shardwise.initialize(nn.ModuleList([tables, nn.Linear(2, 2)]), {"precision": "bf16"})

@@ -10,6 +10,7 @@ from shardwise.base.errors import PlanError
 from shardwise.base.hardware import ASSUMED_HARDWARE
 from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
+from shardwise.kernels.tables.wire import Wire, WireName
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.cost import TableLoad, bytes_held, bytes_sent, collectives, rows_touched
 from shardwise.parallel.embedding.layout import TablePlacement
@@ -17,6 +18,7 @@ from shardwise.parallel.embedding.planner import PlacementChoice, load_of, measu
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
 from tests.parallel.embedding.threads import on_ranks
 
+FP32 = Wire("fp32", torch.float32)
 ROWWISE = RowOptimizerPolicy(type="rowwise_adagrad")
 MIB = 1 << 20
 
@@ -115,7 +117,7 @@ def test_all_ranks_assume_the_same_figures() -> None:
     assert (link.bytes_s, link.latency_s, ASSUMED_HARDWARE.row_bytes_s) == (1.5e9, 1e-4, 4e9)
     table = TablePolicy(name="t", rows=1000, width=64, placement="column")
     choice = plan_tables([table], ROWWISE, 4, 1000, torch.float32)[0]
-    sent = bytes_sent(choice.place, load_of(table, 1000), 64, 4, 4).total
+    sent = bytes_sent(choice.place, load_of(table, 1000), 64, FP32, 4).total
     rows = rows_touched(choice.place, load_of(table, 1000), 4) * 2 * (64 + 1) * 4
     seconds = sent / 1.5e9 + rows / 4e9 + collectives(choice.place) * 1e-4
     assert f"{seconds * 1e3:.2f} ms" in choice.why
@@ -143,11 +145,11 @@ def test_impossible_wishes() -> None:
             TablePolicy(**{"name": "t", "width": 4, **fields})
 
 
-def traffic_of(group: Group, placement: str, exchange: str) -> dict[str, int]:
+def traffic_of(group: Group, placement: str, exchange: str, wire: WireName) -> dict[str, int]:
     """Every rank asks for as many keys of every rank as every other."""
     table = TablePolicy(name="t", rows=64, width=8, placement=placement, exchange=exchange)
     collection = EmbeddingCollection([table], ROWWISE)
-    collection.place(group)
+    collection.place(group, wire=wire)
     group.traffic.clear()
     keys = torch.arange(16).repeat(3)  # 48 keys, 16 distinct, 24 bags of two
     collection({"t": Ragged(keys, torch.arange(0, 49, 2))})["t"].sum().backward()
@@ -155,6 +157,7 @@ def traffic_of(group: Group, placement: str, exchange: str) -> dict[str, int]:
     return {kind: group.traffic.total(kind).bytes for kind in ("keys", "activations", "gradients")}  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "int8"])
 @pytest.mark.parametrize(
     ("placement", "exchange"),
     [
@@ -166,16 +169,21 @@ def traffic_of(group: Group, placement: str, exchange: str) -> dict[str, int]:
         ("table", "pooled"),
     ],
 )
-def test_bytes_are_those_of_the_formula(placement: Any, exchange: Any) -> None:
+def test_bytes_are_those_of_the_formula(placement: Any, exchange: Any, wire: WireName) -> None:
     place = TablePlacement(placement, exchange="pooled" if exchange == "pooled" else "rows")
-    expected = bytes_sent(place, TableLoad(48, 16, 24), 8, 4, 4)
-    found = on_ranks(4, traffic_of, placement, exchange)
+    expected = bytes_sent(place, TableLoad(48, 16, 24), 8, Wire(wire, torch.float32), 4)
+    found = on_ranks(4, traffic_of, placement, exchange, wire)
     means = [sum(each[kind] for each in found) / 4 for kind in ("keys", "activations", "gradients")]
     gradients = means[2] - (
         24 * 4 if placement == "column" else 0
     )  # squares of whole rows, for row-wise Adagrad
     assert means[:2] == [expected.keys, expected.vectors] and gradients == expected.gradients
     assert bytes_held("row", 64, 36, 4) == 64 * 36 / 4
+    whole = bytes_sent(place, TableLoad(48, 16, 24), 8, FP32, 4)
+    if wire in ("bf16", "fp16"):
+        assert expected.vectors == whole.vectors / 2 and expected.gradients == whole.gradients / 2
+    elif wire == "int8" and placement != "column":  # a scale of four bytes for each row of eight numbers
+        assert expected.gradients == whole.gradients / 4 * (8 + 4) / 8
 
 
 def test_the_collection_prints_the_plan() -> None:

@@ -3,22 +3,31 @@
 import pytest
 import torch
 
+from shardwise.kernels.tables.rounding import plain_narrow, word_of
 from shardwise.kernels.tables.row_optimizers import update
 from shardwise.kernels.tables.row_rules import Adam, RowOptimizer, RowwiseAdagrad, Sgd
-from shardwise.parallel.embedding.row_lines import RowLines
+from shardwise.parallel.embedding import row_lines
+from shardwise.parallel.embedding.row_lines import Rounding, RowLines
+from shardwise.parallel.embedding.rules import RowDtypes
 
 PLACES = torch.tensor([4, 0, 2])
 
 
-def lines_of(optimizer: RowOptimizer, width: int = 3, dtype: torch.dtype = torch.float32) -> RowLines:
-    lines = RowLines(5, width, optimizer, dtype, torch.device("cpu"))
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def lines_of(
+    optimizer: RowOptimizer, weights: torch.dtype = FP32, state: torch.dtype = FP32, dtype: torch.dtype = FP32
+) -> RowLines:
+    lines = RowLines(5, range(3), 3, optimizer, dtype, RowDtypes(weights, state), torch.device("cpu"))
     lines.write(slice(0, 5), torch.arange(5 * lines.columns, dtype=dtype).view(5, -1) + 1)
     return lines
 
 
+@pytest.mark.parametrize(("weights", "state"), [(FP32, FP32), (BF16, FP32), (BF16, BF16), (FP32, BF16)])
 @pytest.mark.parametrize("optimizer", [Sgd(), RowwiseAdagrad(), Adam(exact=True)], ids=str)
-def test_lines_move_as_bytes(optimizer: RowOptimizer) -> None:
-    lines, other = lines_of(optimizer), lines_of(optimizer)
+def test_lines_move_as_bytes(optimizer: RowOptimizer, weights: torch.dtype, state: torch.dtype) -> None:
+    lines, other = (lines_of(optimizer, weights, state) for _ in range(2))
     moved = lines.to_bytes(PLACES)
     assert moved.dtype == torch.uint8 and moved.shape == (3, lines.line_bytes)
     other.write(slice(0, 5), torch.zeros(5, lines.columns))
@@ -43,4 +52,43 @@ def test_an_update_is_that_of_the_kernel() -> None:
 
 def test_bytes_of_lines() -> None:
     assert lines_of(Adam()).line_bytes == 9 * 4 and lines_of(Sgd()).nbytes == 5 * 3 * 4
-    assert lines_of(Sgd(), dtype=torch.float64).line_bytes == 3 * 8
+    assert lines_of(Sgd(), torch.float64, torch.float64, torch.float64).line_bytes == 3 * 8
+    assert (
+        lines_of(Adam(), BF16).line_bytes == 3 * 2 + 6 * 4
+        and lines_of(Adam(), BF16, BF16).line_bytes == 9 * 2
+    )
+    assert lines_of(Sgd(), BF16).nbytes == lines_of(Sgd()).nbytes / 2
+    for each in (lines_of(Adam(), BF16), lines_of(Adam(), BF16, BF16), lines_of(Adam(), FP32, BF16)):
+        assert sum(tensor.nbytes for tensor in each.tensors) == each.nbytes
+
+
+@pytest.mark.parametrize("optimizer", [Sgd(), RowwiseAdagrad(), Adam()], ids=str)
+def test_lines_of_16_bits_are_updated_in_fp32_and_rounded(
+    optimizer: RowOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and state are those of an update in fp32, rounded by the numbers of their columns, in any pieces."""
+    for piece_bytes in (1 << 18, 1):
+        monkeypatch.setattr(row_lines, "_WIDENED_BYTES", piece_bytes)
+        lines, grads = lines_of(optimizer, BF16, BF16), torch.randn(3, 3) * 0.01
+        wide = torch.cat([tensor[PLACES].float() for tensor in lines.tensors], 1)
+        update(optimizer, wide, torch.arange(3), grads, lr=0.1, step=1, scale=0.5)
+        ids, word = torch.tensor([11, -5, 7]), word_of(1)
+        untouched = lines.to_bytes(torch.tensor([1, 3]))
+        lines.update(
+            PLACES, grads, lr=0.1, step=1, scale=0.5, mean_squares=None, rounding=Rounding(ids, word)
+        )
+        assert torch.equal(lines.memory[PLACES], plain_narrow(wide[:, :3], ids, word, 0))
+        assert torch.equal(lines.to_bytes(torch.tensor([1, 3])), untouched)
+        if lines.state is not None:
+            assert torch.equal(lines.state[PLACES], plain_narrow(wide[:, 3:], ids, word, 3))
+
+
+def test_state_in_fp32_is_not_rounded() -> None:
+    lines, grads = lines_of(RowwiseAdagrad(), BF16), torch.randn(3, 3)
+    expected = lines_of(RowwiseAdagrad())
+    expected.memory[:, :3] = lines.memory.float()
+    expected.update(PLACES, grads, lr=0.1, step=1, scale=1.0, mean_squares=None)
+    rounding = Rounding(torch.arange(3), 1)
+    lines.update(PLACES, grads, lr=0.1, step=1, scale=1.0, mean_squares=None, rounding=rounding)
+    assert torch.equal(lines.stored(PLACES)[1]["row_sum"], expected.stored(PLACES)[1]["row_sum"])
+    torch.testing.assert_close(lines.weights(PLACES), expected.weights(PLACES), rtol=2**-7, atol=0)

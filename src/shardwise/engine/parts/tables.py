@@ -112,11 +112,12 @@ class ModelTables:
         """
         for prefix, collection in self.collections.items():
             for part in collection.placed.parts:
-                rows, is_copy = part.store.steady_rows, part.tables.place.placement == "data_parallel"
-                axes = ("dp", "tp") if is_copy else ("tp",)
-                if rows is not None and rows.numel():
-                    holders = mesh.neighbours(rank, {axis: mesh.size(axis) for axis in axes})
-                    yield full_name(prefix, str(part.tables)), rows, holders
+                axes = ("dp", "tp") if part.tables.place.placement == "data_parallel" else ("tp",)
+                holders = mesh.neighbours(rank, {axis: mesh.size(axis) for axis in axes})
+                for place, rows in enumerate(part.store.steady_rows):
+                    if rows.numel():
+                        name = full_name(prefix, str(part.tables))
+                        yield f"{name} state" if place else name, rows, holders
 
     @property
     def is_dynamic(self) -> bool:
@@ -418,6 +419,7 @@ def _given(
         "memory_bytes": settings.tables.memory_bytes or memory_bytes,
         "host_memory_bytes": settings.tables.host_memory_bytes or host_memory_bytes,
         "dtype": torch.promote_types(master, torch.float32),
+        "wire": settings.tables.wire,
     }
 
 

@@ -42,6 +42,7 @@ from shardwise.parallel.embedding.layout import BUCKETS, dynamic_bucket
 from shardwise.parallel.embedding.policy import TablePolicy
 from shardwise.parallel.embedding.registered import state_names
 from shardwise.parallel.embedding.rows import KeyedRows
+from shardwise.parallel.embedding.rules import dtypes_of
 from shardwise.parallel.embedding.saved import (
     Range,
     SavedRowRange,
@@ -471,12 +472,12 @@ class _RowRequest:
         self.items: list[TensorPieces] = []
         self._read: dict[str, Tensor] = {}
         for kind in self._kinds(table, labels):
-            self._add(kind, name, manifest)
+            self._add(kind, name, table, manifest)
 
     def _kinds(self, table: TablePolicy, labels: Iterable[str]) -> list[str]:
         return [KIND, *labels, *((_KEY, _SCORE) if table.dynamic is not None else ())]
 
-    def _add(self, kind: str, name: str, manifest: Manifest) -> None:
+    def _add(self, kind: str, name: str, table: TablePolicy, manifest: Manifest) -> None:
         stored = manifest.find(kind, name)
         assert stored is not None, "checked before"
         shape = tuple(stored.shape)
@@ -484,7 +485,8 @@ class _RowRequest:
         rows = sum(stop - start for start, stop in self._ranges)
         dtype = stored.torch_dtype
         if dtype.is_floating_point and self._collection is not None:
-            dtype = self._collection.dtype
+            held = dtypes_of(table, self._collection.dtype)
+            dtype = held.weights if kind == KIND else held.state
         flat = torch.empty(rows * inner, dtype=dtype)
         pieces, at = [], 0
         for start, stop in self._ranges:

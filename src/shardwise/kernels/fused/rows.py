@@ -78,9 +78,10 @@ def _rows_a_program(block: int) -> int:
 def pool(
     source: Tensor, index: Tensor, offsets: Tensor, pooling: str, weights: Tensor | None, width: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Run ``pooling.plain_pool``, with sums of 16-bit rows in fp32, rounded once."""
+    """Run ``pooling.plain_pool``; vectors of rows of 16 bits are fp32."""
     bags = len(offsets) - 1
-    out = torch.empty(bags, width, dtype=source.dtype, device=source.device)
+    wide = torch.promote_types(source.dtype, torch.float32)
+    out = torch.empty(bags, width, dtype=wide, device=source.device)
     found = torch.empty(out.shape, dtype=torch.int64, device=source.device) if pooling == "max" else None
     if out.numel():
         block = min(_WIDEST_BLOCK, triton.next_power_of_2(width))
@@ -238,7 +239,7 @@ def _pool(
         ).to(tl.float32)
         if WEIGHTED:
             weight = tl.load(weights + i, is_given, other=0.0)
-            held = held * weight.to(source.dtype.element_ty).to(tl.float32)[:, None]
+            held = held * weight.to(out.dtype.element_ty).to(tl.float32)[:, None]
         if KIND == "max":
             better = is_place[:, None] & ((held > total) | (k == 0))
             total = tl.where(better, held, total)

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from shardwise.kernels.tables.compiled import array, loop, runs_compiled
 
-_FACTORS = (0xFF51_AFD7_ED55_8CCD, 0xC4CE_B9FE_1A85_EC53)
-_SHIFT = 33
+FACTORS = (0xFF51_AFD7_ED55_8CCD, 0xC4CE_B9FE_1A85_EC53)
+SHIFT = 33
 
-_A, _B = np.uint64(_FACTORS[0]), np.uint64(_FACTORS[1])
-_S = np.uint64(_SHIFT)
+_A, _B = np.uint64(FACTORS[0]), np.uint64(FACTORS[1])
+_S = np.uint64(SHIFT)
 
 MOST_BUCKETS = 1 << 31
 
@@ -40,7 +40,7 @@ def mix(keys: Tensor) -> Tensor:
 
 def plain_mix(keys: Tensor) -> Tensor:
     """Run ``mix`` in torch operations, on any device; products wrap around."""
-    for factor in _FACTORS:
+    for factor in FACTORS:
         keys = (keys ^ _logical_shift(keys)) * (factor - (1 << 64))
     return keys ^ _logical_shift(keys)
 
@@ -84,7 +84,7 @@ def plain_in_turn(keys: Tensor, buckets: int, ranks: int) -> RoundRobinKeys:
 
 
 def _logical_shift(x: Tensor) -> Tensor:
-    return (x >> _SHIFT) & ((1 << 64 - _SHIFT) - 1)
+    return (x >> SHIFT) & ((1 << 64 - SHIFT) - 1)
 
 
 @loop

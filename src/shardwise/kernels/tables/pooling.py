@@ -16,6 +16,8 @@ order there, in fp32, so fp32 has the same bits. A row of a merge with more than
 added up in pieces, in an order that is the same in every run (fused/rows.py). Indexes outside a table pool to NaN and
 are left out of a merge, and the host does not wait for a check.
 
+Rows of 16 bits are widened as they are read: their vectors are fp32, and equal to those of the same rows in fp32.
+
 The gradient of a batch never exists once per id: ``merge`` reads dy [B, D] and writes [U, D], U <= N distinct rows.
 
 Cost:  N·D adds each way. N = 106,496 ids, one each in 26 · 4,096 bags, on one Zen 4 core: benchmarks/embedding.
@@ -31,6 +33,7 @@ from torch import Tensor
 from shardwise.kernels.choice import fused
 from shardwise.kernels.operation import device_operation
 from shardwise.kernels.tables.compiled import ahead, array, loop, prefetch, runs_compiled
+from shardwise.kernels.tables.rounding import readable, wide_dtype, widened
 
 Pooling = Literal["sum", "mean", "max"]
 
@@ -55,7 +58,7 @@ def pool(
     """Pool the first ``width`` columns of rows of ``source``: [R, >= D], int64 [N], int64 [B + 1] -> [B, D].
 
     Args:
-        source: rows.
+        source: rows; vectors of rows of 16 bits are fp32.
         index: rows of all bags.
         offsets: start of each bag in ``index``, and the end; None makes bag i of place i.
         pooling: sum, mean or max.
@@ -76,16 +79,16 @@ def pool(
     if fused(*tensors):
         values, places_found = _pool_on_device(source.detach(), index, offsets, pooling, weights, width)
         return PooledVectors(values, places_found if pooling == "max" else None)
-    if not runs_compiled(*tensors):
+    if not runs_compiled(readable(source), *tensors[1:]):
         return plain_pool(source, index, offsets, pooling, weights, width)
-    out = torch.empty(len(offsets) - 1, width, dtype=source.dtype)
-    rows, places, bags = source.detach().numpy(), array(index), array(offsets)
+    out = torch.empty(len(offsets) - 1, width, dtype=wide_dtype(source.dtype))
+    rows, places, bags = readable(source).numpy(), array(index), array(offsets)
     if pooling == "max":
         found = torch.empty(out.shape, dtype=torch.int64)
         _accept(_pool_max(rows, places, bags, out.numpy(), found.numpy()), source, index, offsets)
         return PooledVectors(out, found)
     if weights is not None:
-        held = array(weights.to(source.dtype))
+        held = array(weights.to(out.dtype))
         bad = _pool_weighted(rows, places, bags, held, out.numpy())
     else:
         bad = _pool_sum(rows, places, bags, pooling == "mean", out.numpy())
@@ -106,9 +109,9 @@ def plain_pool(
     The host does not wait: torch reports an index out of range on an accelerator at its next synchronization.
     """
     _check_places(source, index, offsets)
-    rows = source[:, : _width(source, width)].index_select(0, index)
+    rows = source[:, : _width(source, width)].index_select(0, index).to(wide_dtype(source.dtype))
     if weights is not None:
-        rows = rows * weights.to(source.dtype)[:, None]
+        rows = rows * weights.to(rows.dtype)[:, None]
     if pooling == "max":
         return _plain_max(rows, offsets)
     out = _segment_sums(rows, offsets)
@@ -254,7 +257,7 @@ def _plain_merge(
 @device_operation(
     "pool(Tensor source, Tensor index, Tensor offsets, str pooling, Tensor? weights, int width) -> (Tensor, Tensor)",
     lambda source, index, offsets, pooling, weights, width: (
-        source.new_empty(len(offsets) - 1, width),
+        source.new_empty(len(offsets) - 1, width, dtype=wide_dtype(source.dtype)),
         index.new_empty(len(offsets) - 1 if pooling == "max" else 0, width),
     ),
 )
@@ -296,16 +299,17 @@ def _merge_on_device(
 
 
 def gather(source: Tensor, rows: Tensor, width: int | None = None) -> Tensor:
-    """Return the first ``width`` columns of rows: [R, >= D], int64 [N] -> [N, D].
+    """Return the first ``width`` columns of rows, in fp32 if they have 16 bits: [R, >= D], int64 [N] -> [N, D].
 
     Raises:
         IndexError: if a row on the CPU is out of range.
     """
     width = _width(source, width)
-    if not runs_compiled(source, rows):
-        return source[:, :width].index_select(0, rows)
-    out = torch.empty(len(rows), width, dtype=source.dtype)
-    bad = _gather(source.detach().numpy(), array(rows), out.numpy())
+    wide = wide_dtype(source.dtype)
+    if not runs_compiled(readable(source), rows):
+        return source[:, :width].index_select(0, rows).to(wide)
+    out = torch.empty(len(rows), width, dtype=wide)
+    bad = _gather(readable(source).numpy(), array(rows), out.numpy())
     if bad >= 0:
         raise IndexError(f"row {int(rows[bad])} at {bad}; expected 0 to {len(source) - 1}")
     return out
@@ -359,7 +363,7 @@ def _gather(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> int:
         if row < 0 or row >= source.shape[0]:
             return i
         for j in range(out.shape[1]):
-            out[i, j] = source[row, j]
+            out[i, j] = widened(source[row, j])
     return -1
 
 
@@ -381,10 +385,10 @@ def _pool_sum(source: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: 
                 return bag
             if i == begin:
                 for j in range(width):
-                    out[bag, j] = source[row, j]
+                    out[bag, j] = widened(source[row, j])
             else:
                 for j in range(width):
-                    out[bag, j] += source[row, j]
+                    out[bag, j] += widened(source[row, j])
         if mean and end - begin > 1:
             for j in range(width):
                 out[bag, j] /= end - begin
@@ -411,10 +415,10 @@ def _pool_weighted(
                 return bag
             if i == begin:
                 for j in range(width):
-                    out[bag, j] = weight * source[row, j]
+                    out[bag, j] = weight * widened(source[row, j])
             else:
                 for j in range(width):
-                    out[bag, j] += weight * source[row, j]
+                    out[bag, j] += weight * widened(source[row, j])
     return -1
 
 
@@ -438,8 +442,9 @@ def _pool_max(
             if row < 0 or row >= source.shape[0]:
                 return bag
             for j in range(width):
-                if i == begin or source[row, j] > out[bag, j]:
-                    out[bag, j] = source[row, j]
+                number = widened(source[row, j])
+                if i == begin or number > out[bag, j]:
+                    out[bag, j] = number
                     found[bag, j] = i
     return -1
 

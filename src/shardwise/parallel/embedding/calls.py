@@ -15,6 +15,7 @@ Shapes: W ranks; of a group N keys, U distinct ones, S bags, width D.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from shardwise.kernels.tables.wire import Wire
 from shardwise.parallel.embedding.cost import TableLoad
 from shardwise.parallel.embedding.group import TableGroup
 from shardwise.parallel.embedding.step_keys import slot_of
@@ -33,8 +34,8 @@ class GroupLoad(NamedTuple):
     tables: TableGroup
     loads: tuple[TableLoad, ...]
     """By table of the group."""
-    itemsize: int
-    """Bytes of a number of a row."""
+    wire: Wire
+    """Form in which vectors and gradients travel."""
 
     @property
     def whole(self) -> TableLoad:
@@ -145,7 +146,7 @@ def calls_of(groups: Sequence[GroupLoad], rank: int, ranks: int) -> CollectionCa
     stepped: Calls = ()
     for group in groups if ranks > 1 else ():
         there, back = _elements(group, rank, ranks)
-        placement, size = group.tables.place.placement, group.itemsize
+        placement, size = group.tables.place.placement, group.wire.itemsize
         if placement != "data_parallel":
             fetched += collective("all_to_all", "activations", _AXIS, there, size, ranks)
         is_gathered = placement == "data_parallel" or (placement == "row" and group.is_pooled)
@@ -153,19 +154,23 @@ def calls_of(groups: Sequence[GroupLoad], rank: int, ranks: int) -> CollectionCa
         delivered += collective(operation, "gradients", _AXIS, number, size, ranks)  # type: ignore[arg-type]
         if placement == "column" and group.tables.optimizer.type == "rowwise_adagrad":
             rows = round(group.whole.distinct) * ranks
-            stepped += collective("all_reduce", "gradients", _AXIS, rows, size, ranks)
+            stepped += collective("all_reduce", "gradients", _AXIS, rows, group.wire.dtype.itemsize, ranks)
     return CollectionCalls(fetched, delivered, stepped)
 
 
 def _elements(group: GroupLoad, rank: int, ranks: int) -> tuple[int, int]:
     """Return the elements of vectors and of gradients that leave the rank; of gathered ones those that it has."""
-    width, whole, others = group.tables.width, group.whole, ranks - 1
+    whole, others, wire = group.whole, ranks - 1, group.wire
+    width = wire.width(group.tables.width)
     placement = group.tables.place.placement
     if placement == "data_parallel":
         return 0, round(whole.distinct) * width
     if placement == "column":
-        mine = len(group.tables.columns(rank))
-        return others * round(whole.distinct) * mine, round(whole.distinct) * (width - mine)
+        mine, *rest = (
+            wire.width(len(group.tables.columns(each)))
+            for each in (rank, *range(rank), *range(rank + 1, ranks))
+        )
+        return others * round(whole.distinct) * mine, round(whole.distinct) * sum(rest)
     number = whole.bags if group.is_pooled else whole.distinct
     if placement == "row":
         if group.is_pooled:

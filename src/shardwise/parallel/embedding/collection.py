@@ -33,12 +33,14 @@ from shardwise.base.ragged import Ragged
 from shardwise.base.words import counted
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
+from shardwise.kernels.tables.wire import WireName
 from shardwise.parallel.embedding.ahead import PreparedFeatures
 from shardwise.parallel.embedding.batch import PreparedKeys, SequenceVectors, by_feature
 from shardwise.parallel.embedding.placed import PlacedTables, check_table, grouped, make_parts
 from shardwise.parallel.embedding.planner import PlacementChoice, plan_tables
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.rows import KeyedRows, RowTally
+from shardwise.parallel.embedding.rules import check_dtypes
 from shardwise.parallel.embedding.saved import of_first_rank
 from shardwise.parallel.embedding.saved_rows import SavedRows
 
@@ -62,7 +64,7 @@ class EmbeddingCollection(nn.Module):
         tables: the tables, each with its features; a feature belongs to one table.
         optimizer: optimizer of the tables that have none of their own; None is row-wise Adagrad.
         seed: start rows are functions of (seed, table, key).
-        dtype: dtype of weights, gradients and optimizer state.
+        dtype: dtype of gradients and updates, and of rows unless ``TablePolicy.dtype`` gives them another.
 
     Example:
         >>> tables = EmbeddingCollection([TablePolicy(name="user", rows=1_000_000, width=16)])
@@ -81,6 +83,8 @@ class EmbeddingCollection(nn.Module):
         self.optimizer = optimizer or RowOptimizerPolicy()
         self.seed = seed
         self.dtype = dtype
+        self.wire: WireName = "fp32"
+        """Form in which vectors and gradients travel between ranks, given where placements are chosen."""
         self.choices: list[PlacementChoice] = []
         """Placement of each table, with the reason for the choice."""
         self._ranks = 0
@@ -110,6 +114,7 @@ class EmbeddingCollection(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
+        wire: WireName = "fp32",
         is_led: bool = False,
     ) -> None:
         """Spread the tables over the ranks of ``group`` and draw their start rows. Collective, and allowed once.
@@ -124,13 +129,14 @@ class EmbeddingCollection(nn.Module):
             host_memory_bytes: memory of a rank's host for dynamic tables, if they lie in another memory than static
                 ones. None means no limit on an accelerator.
             device: device of the vectors and of the rows of static tables; dynamic tables stay on the CPU.
-            dtype: dtype of the rows; None takes the constructor's.
-            compute_dtype: dtype of the vectors; None takes the dtype of the rows.
+            dtype: dtype of updates and of rows without one of their own; None takes the constructor's.
+            compute_dtype: dtype of the vectors; None takes ``dtype``.
+            wire: form in which vectors and gradients travel between ranks, as ``TablesPolicy.wire``.
             is_led: True if an engine calls ``step``, after any number of forward passes.
 
         Raises:
             UsageError: if the tables are placed already.
-            PlanError: if a table fits nowhere, or if rows would have fewer than 32 bits.
+            PlanError: if a table fits nowhere, or if the dtypes of a table do not go together.
         """
         if self._placed is not None:
             raise UsageError(
@@ -149,8 +155,9 @@ class EmbeddingCollection(nn.Module):
             memory_bytes=memory_bytes,
             host_memory_bytes=host_memory_bytes,
             dtype=dtype,
+            wire=wire,
         )
-        parts = make_parts(self.tables, self.optimizer, self.choices, group, self.seed, dtype, device)
+        parts = make_parts(self.tables, self.optimizer, self.choices, group, self.seed, dtype, device, wire)
         self._placed = PlacedTables(
             parts, group, keys_group or group, device, dtype, compute_dtype or dtype, is_led
         )
@@ -164,8 +171,9 @@ class EmbeddingCollection(nn.Module):
         memory_bytes: float | None = None,
         host_memory_bytes: float | None = None,
         dtype: torch.dtype | None = None,
+        wire: WireName = "fp32",
     ) -> torch.dtype:
-        """Choose where each table is to lie on ``ranks`` ranks, without placing it, and return the dtype of rows.
+        """Choose where each table is to lie on ``ranks`` ranks, without placing it; return the dtype of updates.
 
         The result is stored in ``choices``.
 
@@ -174,22 +182,26 @@ class EmbeddingCollection(nn.Module):
             batch: as in ``place``.
             memory_bytes: as in ``place``; None is without limit.
             host_memory_bytes: as in ``place``; None means that dynamic tables share ``memory_bytes`` with static ones.
-            dtype: dtype of the rows; None takes the constructor's.
+            dtype: dtype of updates and of rows without one of their own; None takes the constructor's.
+            wire: as in ``place``.
 
         Raises:
-            PlanError: if a table fits nowhere, or if rows would have fewer than 32 bits.
+            PlanError: if a table fits nowhere, or if the dtypes of a table do not go together.
         """
         dtype = dtype or self.dtype
         if dtype.itemsize < torch.float32.itemsize:
             raise PlanError(
-                f"embedding: rows of {dtype} would lose every update below 1/{_ROUNDING[dtype]} of a weight; "
-                "keep them in torch.float32 (dtype=), and take vectors of 16 bits (compute_dtype=, or an engine's "
-                "precision)"
+                f"embedding: updates in {dtype} would lose everything below 1/{_ROUNDING[dtype]} of a weight; keep "
+                "the collection in torch.float32 (dtype=), store rows of 16 bits by TablePolicy(dtype='bf16'), and "
+                "take vectors of 16 bits by compute_dtype= or an engine's precision"
             )
+        for table in self.tables:
+            check_dtypes(table, table.optimizer or self.optimizer, dtype)
         self.dtype = dtype
+        self.wire = wire
         self._ranks = ranks
         self.choices = plan_tables(
-            self.tables, self.optimizer, ranks, batch, dtype, memory_bytes, host_memory_bytes
+            self.tables, self.optimizer, ranks, batch, dtype, memory_bytes, host_memory_bytes, wire=wire
         )
         return dtype
 

@@ -1,7 +1,7 @@
 """Cost of a placement: bytes that a rank sends in a step, and memory. A test compares the bytes with traced ones.
 
 For one table, with N keys of a rank's batch, U of them distinct, S bags (samples times features), width D in elements
-of s bytes, over W ranks, k = (W-1)/W:
+of s bytes, over W ranks, k = (W-1)/W. For ``wire: int8`` read D·s as D + 4, and of columns D/W + 4 for each rank's:
 
                          keys                       vectors          gradients
     data_parallel        8·U (W-1)                  0                U·D·s (W-1)
@@ -18,6 +18,7 @@ Shapes: as above.
 
 from typing import NamedTuple
 
+from shardwise.kernels.tables.wire import Wire
 from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.policy import PlacementName
 
@@ -48,24 +49,23 @@ class ExchangeBytes(NamedTuple):
         return sum(self)
 
 
-def bytes_sent(
-    place: TablePlacement, load: TableLoad, width: int, itemsize: int, ranks: int
-) -> ExchangeBytes:
+def bytes_sent(place: TablePlacement, load: TableLoad, width: int, wire: Wire, ranks: int) -> ExchangeBytes:
     """Return the bytes that a rank sends for one table in one forward and backward pass, as a mean over the ranks.
 
     Args:
         place: placement of the table.
         load: numbers of keys and bags of a rank's batch.
         width: numbers in a vector, D.
-        itemsize: bytes of a number, s.
+        wire: form in which vectors and gradients travel.
         ranks: number of ranks, W.
     """
     others, part = ranks - 1, (ranks - 1) / ranks
-    rows, sums = load.distinct * width * itemsize, load.bags * width * itemsize
+    rows, sums = load.distinct * wire.row_bytes(width), load.bags * wire.row_bytes(width)
     if place.placement == "data_parallel":
         return ExchangeBytes(_KEY_BYTES * load.distinct * others, 0.0, rows * others)
     if place.placement == "column":
-        return ExchangeBytes(_KEY_BYTES * load.distinct * others, rows * part, rows * part)
+        columns = load.distinct * others * wire.row_bytes(width / ranks)
+        return ExchangeBytes(_KEY_BYTES * load.distinct * others, columns, columns)
     if place.exchange == "rows":
         return ExchangeBytes(_KEY_BYTES * load.distinct * part, rows * part, rows * part)
     if place.placement == "table":

@@ -1,7 +1,7 @@
 """TableGroup: tables that move together, so that one call of a kernel and one message serve all of them.
 
-Tables share a group if they agree in width, optimizer, placement, exchange, and in being static or dynamic. The rows of
-the static tables of a group are numbered consecutively:
+Tables share a group if they agree in width, optimizer, dtypes, placement, exchange, and in being static or dynamic. The
+rows of the static tables of a group are numbered consecutively:
 
     key of the group = base of the table + key of the table
 
@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.parallel.embedding.layout import BUCKETS, TablePlacement, buckets_of
+from shardwise.parallel.embedding.layout import BUCKETS, TablePlacement, buckets_of, static_keys_at
 from shardwise.parallel.embedding.policy import Pooling, RowOptimizerPolicy, TablePolicy
 
 RunKind = Literal["summed", "max", "rows"]
@@ -42,6 +42,17 @@ class GroupFeature(NamedTuple):
     table: int
     """Index of the feature's table in the group."""
     pooling: Pooling
+
+
+class HeldKeys(NamedTuple):
+    """Keys of some rows of static tables that one rank holds."""
+
+    keys: Tensor
+    """Key of each row in its own table: int64 [U]."""
+    tables: list[int]
+    """Index in the group of each table with rows on the rank."""
+    places: Tensor
+    """Index in ``tables`` of each row's table: int64 [U]."""
 
 
 class FeatureRun(NamedTuple):
@@ -165,6 +176,16 @@ class TableGroup:
         owned = [base for base, place in zip(self.bases, self.places, strict=False) if place.owner == index]
         return owned[0] if owned else 0
 
+    def keys_at(self, rows: Tensor, index: int) -> HeldKeys:
+        """Return the keys of slab rows of static tables on rank ``index``: int64 [U]."""
+        tables = [place for place, where in enumerate(self.places) if where.holds(index)]
+        starts = torch.tensor([self.base_on(place, index) for place in tables])
+        places = torch.searchsorted(starts, rows, right=True) - 1
+        keys = rows - starts[places]
+        if self.place.placement == "row" and self.ranks > 1:
+            keys = static_keys_at(keys, index, self.ranks)
+        return HeldKeys(keys, tables, places)
+
     def slab_rows(self, index: int) -> int:
         """Return the number of slab rows of the static tables on rank ``index``."""
         if self.place.placement == "row" and self.ranks > 1:
@@ -196,7 +217,8 @@ def group_tables(
     for table in tables:
         place = places[table.name]
         own = table.optimizer or optimizer
-        key = (table.width, own, place.placement, place.exchange, table.dynamic is not None)
+        dtypes = (table.dtype, table.state_dtype)
+        key = (table.width, own, dtypes, place.placement, place.exchange, table.dynamic is not None)
         found.setdefault(key, []).append(table)
     groups = []
     for members in found.values():

@@ -69,6 +69,12 @@ def static_keys(rows: int, index: int, ranks: int) -> Tensor:
     return keys[keys < rows]
 
 
+def static_keys_at(rows: Tensor, index: int, ranks: int) -> Tensor:
+    """Return the key of each row that rank ``index`` holds of a static table that is placed by row."""
+    held = len(buckets_of(index, ranks))
+    return rows // held * BUCKETS + rows % held * ranks + index
+
+
 def columns_of(width: int, index: int, ranks: int) -> range:
     """Return the columns of rank ``index``; the ranks' numbers of columns differ by at most one."""
     return range(index * width // ranks, (index + 1) * width // ranks)

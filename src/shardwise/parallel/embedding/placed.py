@@ -26,6 +26,7 @@ from shardwise.base.words import named_ranks
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import RowParcel, carry, share
 from shardwise.kernels.tables.unique import UniqueScratch
+from shardwise.kernels.tables.wire import WireName
 from shardwise.optim.clip import clip_factor
 from shardwise.parallel.embedding.batch import (
     AskedFeatures,
@@ -74,11 +75,14 @@ def make_parts(
     seed: int,
     dtype: torch.dtype,
     device: torch.device,
+    wire: WireName = "fp32",
 ) -> list[PlacedGroup]:
     """Build the groups of tables on this rank and draw their start rows."""
     unlimited = sum(is_unlimited(table.dynamic) for table in tables)
     return [
-        PlacedGroup(each, way_of(each, group, dtype), RowStore(each, group, seed, dtype, device, unlimited))
+        PlacedGroup(
+            each, way_of(each, group, dtype, wire), RowStore(each, group, seed, dtype, device, unlimited)
+        )
         for each in grouped(tables, optimizer, choices, group.size)
     ]
 
@@ -349,6 +353,9 @@ class PlacedTables:
         """
         open_passes, self._open = self._open, []
         keep_arrived(self.parts, open_passes, self.device)
+        for number, prepared in enumerate(open_passes):
+            for asked in prepared.asked:
+                asked.number = number
         on_host = self._delivered_on_host(open_passes)
         for number, prepared in enumerate(open_passes):
             of_pass = [

@@ -22,11 +22,12 @@ from shardwise.base.errors import PlanError
 from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware
 from shardwise.base.ragged import Ragged
 from shardwise.base.words import bytes_text
+from shardwise.kernels.tables.wire import Wire, WireName
 from shardwise.parallel.embedding.cost import TableLoad, bytes_held, bytes_sent, collectives, rows_touched
 from shardwise.parallel.embedding.dynamic import capacity_of
 from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.policy import PLACEMENTS, PlacementName, RowOptimizerPolicy, TablePolicy
-from shardwise.parallel.embedding.rules import optimizer_of
+from shardwise.parallel.embedding.rules import row_bytes
 
 _OWNERS_DIFFER = 1.05
 """Factor on the time of placement ``table``, because owners are not equally busy."""
@@ -102,6 +103,7 @@ def plan_tables(
     memory_bytes: float | None = None,
     host_memory_bytes: float | None = None,
     hardware: Hardware = ASSUMED_HARDWARE,
+    wire: WireName = "fp32",
 ) -> list[PlacementChoice]:
     """Choose a placement for each table.
 
@@ -110,10 +112,11 @@ def plan_tables(
         optimizer: optimizer of tables without their own.
         ranks: number of ranks.
         batch: samples of a rank's microbatch.
-        dtype: dtype of the rows.
+        dtype: dtype of the collection.
         memory_bytes: memory of a rank for tables; None is without limit.
         host_memory_bytes: memory of a rank for dynamic tables; None means that they share ``memory_bytes``.
         hardware: rates of a rank, which must be given alike on every rank.
+        wire: form in which vectors and gradients travel.
 
     Returns:
         The choices, in the order of ``tables``.
@@ -122,9 +125,13 @@ def plan_tables(
         PlanError: if a table fits nowhere, or if its policy demands a placement that is impossible.
     """
     room = _RankBudget(ranks, memory_bytes, host_memory_bytes)
-    sized = sorted(tables, key=lambda table: -_rows(table, optimizer, dtype) * _line(table, optimizer, dtype))
+    sized = sorted(
+        tables, key=lambda table: -_rows(table, optimizer, dtype) * row_bytes(table, optimizer, dtype)
+    )
     found = {
-        table.name: _choose(table, optimizer, ranks, batch, dtype, room, len(tables), hardware)
+        table.name: _choose(
+            table, optimizer, ranks, batch, dtype, room, len(tables), hardware, Wire(wire, dtype)
+        )
         for table in sized
     }
     return [found[table.name] for table in tables]
@@ -164,8 +171,9 @@ def _choose(
     room: _RankBudget,
     tables: int,
     hardware: Hardware,
+    wire: Wire,
 ) -> PlacementChoice:
-    rows, line = _rows(table, optimizer, dtype), _line(table, optimizer, dtype)
+    rows, line = _rows(table, optimizer, dtype), row_bytes(table, optimizer, dtype)
     number = (
         f"up to {rows:,.0f}" if table.dynamic and rows else ("dynamic" if table.dynamic else f"{rows:,.0f}")
     )
@@ -180,7 +188,7 @@ def _choose(
             too_large.append(f"{place.placement} needs {bytes_text(held)}")
             continue
         place = TablePlacement(place.placement, owner, place.exchange)
-        sent = bytes_sent(place, load, table.width, dtype.itemsize, ranks).total
+        sent = bytes_sent(place, load, table.width, wire, ranks).total
         seconds = (
             sent / link.bytes_s
             + rows_touched(place, load, ranks) * 2 * line / hardware.row_bytes_s
@@ -250,10 +258,4 @@ def _rows(table: TablePolicy, optimizer: RowOptimizerPolicy, dtype: torch.dtype)
     """Return the largest number of rows; 0 for a dynamic table without a limit, which needs no memory in advance."""
     if table.dynamic is None:
         return float(table.rows or 0)
-    return float(capacity_of(table.dynamic, _line(table, optimizer, dtype)) or 0)
-
-
-def _line(table: TablePolicy, optimizer: RowOptimizerPolicy, dtype: torch.dtype) -> int:
-    """Return the bytes of a row with its optimizer state."""
-    rule = optimizer_of(table.optimizer or optimizer)
-    return (table.width + rule.columns(table.width)) * dtype.itemsize
+    return float(capacity_of(table.dynamic, row_bytes(table, optimizer, dtype)) or 0)

@@ -1,11 +1,20 @@
 """Policies of one embedding table (TablePolicy), of its optimizer (RowOptimizerPolicy) and growth (DynamicPolicy)."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from shardwise.base.policy import Policy
+from shardwise.kernels.tables.wire import WireName
 
 Pooling = Literal["sum", "mean", "max", "concat", "none"]
 """Rule by which a sample's vectors become one: added, averaged, the largest of each column, concatenated (the same
@@ -20,6 +29,17 @@ MOST_COUNT = (1 << 20) - 1
 number (``dynamic.py``), and a larger count would overwrite the step.
 """
 RowOptimizerName = Literal["sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "ftrl"]
+RowDtypeName = Literal["fp32", "bf16"]
+
+
+def _check_row_dtype(name: Any) -> Any:
+    """Return the name of a dtype of rows; raise ValueError if it is fp16."""
+    if name == "fp16":
+        raise ValueError(
+            "rows are not stored in fp16, whose numbers end at 65,504 and lose bits below 6e-5; use bf16, which takes "
+            "as much memory and has the range of fp32"
+        )
+    return name
 
 
 class RowOptimizerPolicy(Policy):
@@ -181,6 +201,16 @@ class TablePolicy(Policy):
     """
     init_bound: NonNegativeFloat | None = None
     """Start weights are uniform in ± this bound; left out, 1/sqrt(rows), and 0.01 if the table is dynamic."""
+    dtype: RowDtypeName = "fp32"
+    """Dtype of the stored weights. ``fp32``: the dtype of the collection. ``bf16``: half the memory; updates are
+    computed in fp32 and rounded stochastically, so that small ones are kept in the mean.
+    """
+    state_dtype: RowDtypeName = "fp32"
+    """Dtype of the stored optimizer state: ``fp32`` (the dtype of the collection), or ``bf16``, rounded as weights are.
+    An ``exact`` Adam needs fp32 for both.
+    """
+
+    _dtypes_are_stored = field_validator("dtype", "state_dtype", mode="before")(_check_row_dtype)
 
     @model_validator(mode="after")
     def _is_static_or_dynamic(self) -> Self:
@@ -253,6 +283,12 @@ class TableOptions(Policy):
     """
     init_bound: NonNegativeFloat | None = None
     """Start weights are uniform in ± this bound."""
+    dtype: RowDtypeName | None = None
+    """Dtype of the stored weights: ``fp32``, or ``bf16`` with stochastic rounding, which takes half the memory."""
+    state_dtype: RowDtypeName | None = None
+    """Dtype of the stored optimizer state: ``fp32``, or ``bf16`` with stochastic rounding."""
+
+    _dtypes_are_stored = field_validator("dtype", "state_dtype", mode="before")(_check_row_dtype)
 
     @model_validator(mode="after")
     def _is_not_both(self) -> Self:
@@ -274,6 +310,11 @@ class TablesPolicy(Policy):
     """Optimizer of tables without one of their own; left out, the one in the model's code, or row-wise Adagrad."""
     placement: Mapping[str, PlacementName] = {}
     """Placements by patterns of table names; they take precedence over the placements of single tables."""
+    wire: WireName = "fp32"
+    """Dtype in which vectors and gradients travel between ranks. ``fp32``: the dtype of the collection; ``bf16`` and
+    ``fp16``: half the bytes; ``int8``: a quarter, and one fp32 scale a row. Vectors are rounded to the nearest,
+    gradients stochastically. A gradient beyond 65,504 is infinite in ``fp16``, so that the step is skipped.
+    """
     prefetch_steps: NonNegativeInt = 1
     """Steps whose keys ``engine.prefetch`` prepares and exchanges in a thread, ahead of their computation; 0: none, and
     ``engine.train_step`` exchanges keys in each forward pass, not once for the whole step. Losses and weights do not

@@ -15,7 +15,7 @@ import torch
 from shardwise.parallel.embedding.dynamic import capacity_of
 from shardwise.parallel.embedding.layout import BUCKETS, TablePlacement
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
-from shardwise.parallel.embedding.rules import ONE_A_ROW, optimizer_of, state_columns
+from shardwise.parallel.embedding.rules import ONE_A_ROW, dtypes_of, optimizer_of, row_bytes, state_columns
 from shardwise.plan.placement import ByHash, OnRank, Placement, Replicate, Shard
 from shardwise.plan.registry import TensorInfo
 
@@ -59,21 +59,22 @@ def infos(
         table: the table.
         optimizer: optimizer of tables without their own.
         place: placement of the table.
-        dtype: dtype of the rows.
+        dtype: dtype of the collection.
         ranks: number of data-parallel ranks.
         stage: pipeline stage that holds the table.
     """
     rule = optimizer_of(table.optimizer or optimizer)
     rows = table.rows or 0
     if table.dynamic is not None:
-        rows = capacity_of(table.dynamic, (table.width + rule.columns(table.width)) * dtype.itemsize) or 0
+        rows = capacity_of(table.dynamic, row_bytes(table, optimizer, dtype)) or 0
     where = placement_of(place, ranks, table.dynamic is not None)
+    stored = dtypes_of(table, dtype)
     for label, columns in (("", table.width), *state_columns(rule, table.width)):
         is_whole = label in ONE_A_ROW and place.placement == "column"
         yield TensorInfo(
             name,
             (rows, columns),
-            dtype,
+            stored.state if label else stored.weights,
             "table",
             {"dp": Replicate() if is_whole else where},
             label=label,

@@ -21,6 +21,7 @@ from shardwise.base.errors import MismatchError
 from shardwise.comm.collectives import Group
 from shardwise.kernels import philox
 from shardwise.kernels.initializers import Uniform
+from shardwise.kernels.tables.rounding import row_ids, word_of
 from shardwise.kernels.tables.row_rules import RowwiseAdagrad
 from shardwise.kernels.tables.start_rows import start_rows
 from shardwise.optim.clip import square_sum
@@ -35,9 +36,16 @@ from shardwise.parallel.embedding.layout import (
     writer_of,
 )
 from shardwise.parallel.embedding.row_gradients import RowGradients
-from shardwise.parallel.embedding.row_lines import RowLines
+from shardwise.parallel.embedding.row_lines import Rounding, RowLines
 from shardwise.parallel.embedding.rows import KeyedRows, RowTally
-from shardwise.parallel.embedding.rules import ONE_A_ROW, history_of, optimizer_of, state_columns
+from shardwise.parallel.embedding.rules import (
+    ONE_A_ROW,
+    dtypes_of,
+    history_of,
+    optimizer_of,
+    row_bytes,
+    state_columns,
+)
 from shardwise.parallel.embedding.transfer import SlabRows
 
 _CPU = torch.device("cpu")
@@ -61,7 +69,7 @@ class RowStore:
         tables: the group of tables.
         group: ranks that hold the tables, seen from this rank.
         seed: seed of the start rows.
-        dtype: dtype of weights, gradients and optimizer state.
+        dtype: dtype of gradients and updates, and of stored rows unless the tables have another.
         device: device of static tables; dynamic tables are on the CPU.
         unlimited: number of dynamic tables of the model without a capacity, which share the address space.
     """
@@ -88,26 +96,26 @@ class RowStore:
         self._stood: Tensor | None = None
         """Step up to which each row is updated, for an exact Adam on a device; the host needs the steps. int32 [rows].
         """
-        width = len(self.columns)
-        line = width + self.optimizer.columns(width)
+        width, stored = len(self.columns), dtypes_of(tables.tables[0], dtype)
+        places, where = tables.slab_rows(group.index), device
         self._dynamic: list[DynamicIndex] = []
         if tables.is_dynamic:
-            full_bytes = (tables.width + self.optimizer.columns(tables.width)) * dtype.itemsize
-            base = 0
+            full_bytes = row_bytes(tables.tables[0], tables.optimizer, dtype)
+            line_bytes = stored.line_bytes(width, self.optimizer.columns(width))
+            places, where = 0, _CPU
             for table in tables.tables:
                 assert table.dynamic is not None, "tables of a group are dynamic together"
                 key = philox.key_of(seed, _start_name(table.name))
                 capacity = capacity_of(table.dynamic, full_bytes)
-                limit = limit_of(capacity, line * dtype.itemsize, unlimited)
+                limit = limit_of(capacity, line_bytes, unlimited)
                 self._dynamic.append(
-                    DynamicIndex(table.name, table.dynamic, base, limit, capacity, key, group.size == 1)
+                    DynamicIndex(table.name, table.dynamic, places, limit, capacity, key, group.size == 1)
                 )
-                base += limit
-            self.lines = RowLines(base, width, self.optimizer, dtype, _CPU)
-        else:
-            self.lines = RowLines(tables.slab_rows(group.index), width, self.optimizer, dtype, device)
+                places += limit
+        self.lines = RowLines(places, self.columns, tables.width, self.optimizer, dtype, stored, where)
+        if not tables.is_dynamic:
             if device.type != "cpu" and self._history is not None:
-                self._stood = torch.zeros(len(self.lines), dtype=torch.int32)
+                self._stood = torch.zeros(places, dtype=torch.int32)
             for place in range(len(tables.tables)):
                 self._draw(place, self._static_keys(place))
 
@@ -117,18 +125,28 @@ class RowStore:
         return self.lines.device
 
     @property
+    def steps(self) -> int:
+        """Number of optimizer steps done."""
+        return self._steps
+
+    @property
+    def wire_key(self) -> int:
+        """Key of the random numbers by which gradients of these tables are rounded for a message."""
+        return philox.key_of(self._seed, f"wire of {self.tables}")
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the rows in use and of the indexes."""
         rows = sum(each.index.rows for each in self._dynamic) if self._dynamic else len(self.lines)
         return rows * self.lines.line_bytes + sum(d.nbytes for d in self._dynamic)
 
     @property
-    def steady_rows(self) -> Tensor | None:
-        """The lines if only updates change them.
+    def steady_rows(self) -> list[Tensor]:
+        """Memory of the rows if only updates change them.
 
-        None for dynamic tables and for an exact Adam, whose lines change when they are read.
+        Nothing for dynamic tables and for an exact Adam, whose rows change when they are read.
         """
-        return None if self._dynamic or self._history is not None else self.lines.memory
+        return [] if self._dynamic or self._history is not None else self.lines.tensors
 
     @property
     def step_bytes(self) -> int:
@@ -215,19 +233,27 @@ class RowStore:
         """Return Σ g² of the delivered gradients that count on this rank, in fp64."""
         if self.tables.place.placement == "data_parallel" and self._group.index:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        _, grads = self._gradients.merged(self.lines.memory)
+        _, grads = self._gradients.merged(self._like)
         return square_sum(grads.reshape(-1))
 
     def step(self, step: int, lr_factor: float, divisor: float) -> None:
         """Update the rows that have gradients, then update scores and evict rows."""
-        rows, grads = self._gradients.merged(self.lines.memory)
+        rows, grads = self._gradients.merged(self._like)
         self._gradients.clear()
         lr = self.tables.optimizer.lr * lr_factor
         self._catch_up(rows)
         scale = 1.0 / divisor
         squares = self._mean_squares(rows.there, grads, scale)
         if rows.here.numel():
-            self.lines.update(rows.there, grads, lr=lr, step=step, scale=scale, mean_squares=squares)
+            self.lines.update(
+                rows.there,
+                grads,
+                lr=lr,
+                step=step,
+                scale=scale,
+                mean_squares=squares,
+                rounding=self._rounding(rows.here, step) if self.lines.is_rounded else None,
+            )
             if self._stood is not None:
                 self._stood[rows.here] = step
         if self._history is not None:
@@ -255,6 +281,25 @@ class RowStore:
         self._history = history_of(
             self.optimizer, [self.tables.optimizer.lr * factor for factor in lr_factors]
         )
+
+    @property
+    def _like(self) -> Tensor:
+        """An empty tensor with the dtype and the device of gradients."""
+        return torch.empty(0, dtype=self.dtype, device=self.device)
+
+    def _rounding(self, rows: Tensor, step: int) -> Rounding:
+        """Return the random numbers by which a step rounds rows: functions of table, key, column and step alone."""
+        table_keys = [philox.key_of(self._seed, _start_name(table.name)) for table in self.tables.tables]
+        if self._dynamic:
+            ids = torch.empty_like(rows)
+            ends = [*(each.base for each in self._dynamic[1:]), len(self.lines)]
+            for table, end, key in zip(self._dynamic, ends, table_keys, strict=True):
+                own = torch.nonzero((rows >= table.base) & (rows < end))[:, 0]
+                ids[own] = row_ids(key, table.index.keys_of(rows[own] - table.base))
+        else:
+            found = self.tables.keys_at(rows, self._group.index)
+            ids = row_ids([table_keys[table] for table in found.tables], found.keys, found.places)
+        return Rounding(ids.to(self.device), word_of(step))
 
     def _mean_squares(self, rows: Tensor, grads: Tensor, scale: float) -> Tensor | None:
         """Return means of squares over whole rows, for row-wise Adagrad on columns; None otherwise.

@@ -33,7 +33,9 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import Counts, RowParcel, back, carry, gather, send
 from shardwise.kernels.tables.pooling import gather as gather_vectors
 from shardwise.kernels.tables.pooling import merge, pool
+from shardwise.kernels.tables.rounding import word_of
 from shardwise.kernels.tables.unique import DistinctKeys, UniqueScratch, dealt, grouped, unique
+from shardwise.kernels.tables.wire import Wire, WireName
 from shardwise.parallel.embedding.fuse import FusedKeys, by_sample
 from shardwise.parallel.embedding.group import FeatureRun, TableGroup
 from shardwise.parallel.embedding.layout import dynamic_bucket, static_owner
@@ -59,6 +61,8 @@ class KeyRequest:
     """Weight of each key that leaves, for ``PooledSumsExchange``."""
     counts: Counts = field(default_factory=list)
     """Number of keys from each rank to each rank; one column for ``GatheredKeysExchange``."""
+    number: int = 0
+    """Number of the pass in its step, which decides how its gradients are rounded."""
     arrived: Tensor | None = None
     """Keys that this rank must serve: int64 [A]."""
     stretches: list[TableRange] = field(default_factory=list)
@@ -129,7 +133,7 @@ class TableExchange:
     Args:
         tables: the group of tables.
         group: carries vectors and gradients; a ``PreparationLane`` carries keys.
-        dtype: dtype of the rows.
+        wire: form in which vectors and gradients travel.
     """
 
     sees_rows = True
@@ -137,9 +141,10 @@ class TableExchange:
     parcels = 1
     """Number of parcels of ``leave``."""
 
-    def __init__(self, tables: TableGroup, group: Group, dtype: torch.dtype):
+    def __init__(self, tables: TableGroup, group: Group, wire: Wire):
         self.tables = tables
-        self.dtype = dtype
+        self.dtype = wire.dtype
+        self.wire = wire
         self.group = group
         self.kinds = len(tables.tables) if tables.is_dynamic else 1
         self._name = f"embedding {tables}"
@@ -171,6 +176,15 @@ class TableExchange:
         what = f"gradients of {self._name}"
         (came,) = carry([self.gradients(asked, store)], self.group, what, "gradients")
         return self.delivered(asked, came)
+
+    def _packed_gradients(
+        self, asked: KeyRequest, gradient: Tensor, store: RowStore, part: int = 0
+    ) -> Tensor:
+        """Return the message of gradients, each pass of a step and each rank rounded by random numbers of its own."""
+        if self.wire.name == "fp32":
+            return gradient
+        word = word_of(store.wire_key, store.steps + 1, asked.number, self.group.index, part)
+        return self.wire.packed(gradient, word)
 
     def gradients(self, asked: KeyRequest, store: RowStore) -> RowParcel:
         """Return the numbers of the gradients that ``deliver`` sends."""
@@ -299,13 +313,18 @@ class GatheredKeysExchange(TableExchange):
             are_rows = asked.fused.keys.device == own.there.device and not self.tables.is_dynamic
             index = asked.fused.keys if are_rows else own.there[asked.inverse]
             return self._pooled(asked, store.lines.pooled_from, index)
-        served = store.read(rows)  # [A, D/N]
-        elements = [[part * len(self.tables.columns(rank)) for part in parts] for rank in self._ranks]
+        served = self.wire.packed(store.read(rows))  # [A, D/N]
+        widths = [len(self.tables.columns(rank)) for rank in self._ranks]
+        elements = [[part * self.wire.width(width) for part in parts] for width in widths]
         output = served.new_empty(sum(row[me] for row in elements))
         self.group.all_to_all(output, served.view(-1), elements, f"vectors of {self._name}").wait()
         pieces = output.split([row[me] for row in elements])
-        columns = [piece.view(parts[me], -1) for piece in pieces if piece.numel()]
-        whole = torch.cat(columns, 1) if columns else served.new_empty(0, self.tables.width)
+        columns = [
+            self.wire.unpacked(piece, width)
+            for piece, width in zip(pieces, widths, strict=True)
+            if piece.numel()
+        ]
+        whole = torch.cat(columns, 1) if columns else self.wire.unpacked(output, self.tables.width)
         return self._pooled(asked, whole)
 
     def keep(self, asked: KeyRequest, grads: Sequence[Tensor | None]) -> None:
@@ -317,16 +336,20 @@ class GatheredKeysExchange(TableExchange):
         parts = [part for (part,) in asked.counts]
         gradient = _or_zeros(asked, asked.keys.numel(), self.tables.width, store)
         if not self._cuts_columns:
-            return RowParcel(gradient.reshape(-1), [[part * self.tables.width] for part in parts])
+            sent = self._packed_gradients(asked, gradient, store).reshape(-1)
+            return RowParcel(sent, [[part * self.wire.width(self.tables.width)] for part in parts])
         columns = [self.tables.columns(rank) for rank in self._ranks]
-        sent = torch.cat([gradient[:, held.start : held.stop].reshape(-1) for held in columns])
-        return RowParcel(sent, [[part * len(held) for held in columns] for part in parts])
+        pieces = [
+            self._packed_gradients(asked, gradient[:, held.start : held.stop], store, rank).reshape(-1)
+            for rank, held in enumerate(columns)
+        ]
+        counts = [[part * self.wire.width(len(held)) for held in columns] for part in parts]
+        return RowParcel(torch.cat(pieces), counts)
 
     def delivered(self, asked: KeyRequest, came: Tensor) -> Tensor:
         """Return the gradients of all ranks, of this rank's columns if columns are spread."""
-        assert asked.rows is not None, "gradients follow vectors"
         width = len(self.tables.columns(self.group.index)) if self._cuts_columns else self.tables.width
-        return came.view(asked.rows.here.numel(), width)
+        return self.wire.unpacked(came, width)
 
     @property
     def _cuts_columns(self) -> bool:
@@ -384,10 +407,9 @@ class DistinctRowsExchange(TableExchange):
     def fetch(self, asked: KeyRequest, store: RowStore, learns: bool) -> list[Tensor]:
         """Return the vectors of each run, pooled on this rank from the rows that the owners send."""
         assert asked.arrived is not None, "keys are exchanged before vectors are fetched"
-        vectors = back(
-            store.read(_rows(asked, store, learns)), asked.counts, self.group, f"vectors of {self._name}"
-        )
-        return self._pooled(asked, vectors)
+        served = self.wire.packed(store.read(_rows(asked, store, learns)))
+        came = back(served, asked.counts, self.group, f"vectors of {self._name}")
+        return self._pooled(asked, self.wire.unpacked(came, self.tables.width))
 
     def keep(self, asked: KeyRequest, grads: Sequence[Tensor | None]) -> None:
         """Store the gradients, merged to distinct keys."""
@@ -395,13 +417,13 @@ class DistinctRowsExchange(TableExchange):
 
     def gradients(self, asked: KeyRequest, store: RowStore) -> RowParcel:
         """Return the gradients of distinct rows for their owners."""
-        width = self.tables.width
-        gradient = _or_zeros(asked, asked.keys.numel(), width, store)
-        return RowParcel(gradient.reshape(-1), [[count * width for count in row] for row in asked.counts])
+        gradient = _or_zeros(asked, asked.keys.numel(), self.tables.width, store)
+        sent, width = self._packed_gradients(asked, gradient, store), self.wire.width(self.tables.width)
+        return RowParcel(sent.reshape(-1), [[count * width for count in row] for row in asked.counts])
 
     def delivered(self, asked: KeyRequest, came: Tensor) -> Tensor:
         """Return the gradients of the rows that this rank owns."""
-        return came.view(-1, self.tables.width)
+        return self.wire.unpacked(came, self.tables.width)
 
 
 class PooledSumsExchange(TableExchange):
@@ -410,8 +432,8 @@ class PooledSumsExchange(TableExchange):
     sees_rows = False
     parcels = 2
 
-    def __init__(self, tables: TableGroup, group: Group, dtype: torch.dtype):
-        super().__init__(tables, group, dtype)
+    def __init__(self, tables: TableGroup, group: Group, wire: Wire):
+        super().__init__(tables, group, wire)
         self.kinds = 3  # counts of keys, of bags, and 1 if there are weights
         assert len(tables.runs) == 1 and tables.runs[0].kind == "summed", (
             "sums are of features that are added"
@@ -468,7 +490,8 @@ class PooledSumsExchange(TableExchange):
         assert asked.arrived is not None and asked.bags is not None, "keys are exchanged before vectors"
         counts, offsets, weights, inverse = asked.bags
         sums = pool(store.read(_rows(asked, store, learns)), inverse, offsets, "sum", weights).values
-        arrived = back(sums, counts, self.group, f"sums of {self._name}")
+        came = back(self.wire.packed(sums), counts, self.group, f"sums of {self._name}")
+        arrived = self.wire.unpacked(came, self.tables.width)
         if self.tables.place.placement == "row" and self.group.size > 1:
             first, *others = arrived.view(self.group.size, -1, self.tables.width)
             arrived = first
@@ -486,12 +509,14 @@ class PooledSumsExchange(TableExchange):
         counts, offsets, weights, inverse = asked.bags
         bags = len(self.tables.features) * asked.fused.samples
         gradient = _or_zeros(asked, bags, self.tables.width, store)
+        gradient = self._packed_gradients(asked, gradient, store)
         what = f"gradients of {self._name}"
         if self.tables.place.placement == "row":
             parts = [row[self.group.index] for row in counts]
             arrived = gather(gradient, parts, self.group, what, "gradients")
         else:
             arrived = send(gradient, counts, self.group, what, "gradients")
+        arrived = self.wire.unpacked(arrived, self.tables.width)
         return merge(arrived, inverse, offsets, asked.rows.here.numel(), "sum", weights)
 
 
@@ -537,9 +562,17 @@ def _stretches(sizes: Tensor) -> list[TableRange]:
     return found
 
 
-def way_of(tables: TableGroup, group: Group, dtype: torch.dtype) -> TableExchange:
-    """Return the exchange of a group of tables, by its placement and ``exchange``."""
+def way_of(tables: TableGroup, group: Group, dtype: torch.dtype, wire: WireName = "fp32") -> TableExchange:
+    """Return the exchange of a group of tables, by its placement and ``exchange``.
+
+    Args:
+        tables: the group of tables.
+        group: the ranks that hold the tables; a single rank sends nothing, so that nothing is rounded.
+        dtype: dtype in which vectors and gradients are computed.
+        wire: form in which they travel.
+    """
+    form = Wire("fp32" if group.size == 1 else wire, dtype)
     if group.size == 1 or tables.place.placement in ("data_parallel", "column"):
-        return GatheredKeysExchange(tables, group, dtype)
+        return GatheredKeysExchange(tables, group, form)
     kind = PooledSumsExchange if tables.place.exchange == "pooled" else DistinctRowsExchange
-    return kind(tables, group, dtype)
+    return kind(tables, group, form)
