@@ -60,13 +60,13 @@ def test_the_loop_has_the_references_bits(column: int) -> None:
 
 def test_the_mean_is_exact() -> None:
     """A number between two of 16 bits becomes one of them, the upper one as often as the number is near to it."""
-    for number in (1.001, -0.3337, 2.0**-130):
+    for number in (1.001, -0.3337, 1.3 * 2.0**-130):
         x = torch.full((20_000, 4), number)
         low, high = (
             float(f(x[:1, 0].view(torch.int32) >> 16 << 16).view(torch.float32)) for f in (_same, _next)
         )
         found = rounded(x, mix(torch.arange(20_000))).float()
-        assert set(found.unique().tolist()) == {low, high} or {*found.unique().tolist()} == {high, low}
+        assert {*found.unique().tolist()} == {low, high}
         share = (number - low) / (high - low)
         bound = 4.5 * (share * (1 - share) / found.numel()) ** 0.5
         assert float((found == high).double().mean()) == pytest.approx(share, abs=bound)
@@ -87,7 +87,7 @@ def test_numbers_of_16_bits_stay() -> None:
 
 def test_each_row_column_and_step_has_its_own_draw() -> None:
     """With a key or a step left out, rows or steps would be rounded alike, and errors would add up."""
-    x = torch.full((64, 8), 1.001)
+    x = torch.full((64, 8), 1.004)
     keys = torch.arange(64)
     ids = row_ids(5, keys)
     first = rounded(x, ids, word_of(1))

@@ -11,7 +11,7 @@ from shardwise.kernels.tables.rounding import word_of
 from shardwise.kernels.tables.wire import Wire, WireName
 
 SMALLER: list[WireName] = ["bf16", "fp16", "int8"]
-UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 1 / 127}
+UNIT = {"bf16": 2.0**-7, "fp16": 2.0**-10, "int8": 1 / 127}
 """Distance of neighbours near a number, relative to the number; for int8, to the largest of the row."""
 
 
@@ -35,6 +35,7 @@ def test_bytes_of_a_row(name: WireName, expected: int) -> None:
             == len(empty) * wire.width(empty.shape[1])
         )
     assert sent(wire, torch.empty(0, 6)).shape == (0, 6)
+    torch.testing.assert_close(sent(wire, rows[:1]), rows[:1], rtol=0, atol=0.05)
 
 
 def test_fp32_is_not_touched() -> None:
@@ -60,7 +61,7 @@ def test_gradients_are_exact_in_the_mean(name: WireName) -> None:
     found = sent(wire_of(name), rows, word_of(1, 2, 3))
     for column in range(rows.shape[1]):
         number, values = float(rows[0, column]), found[:, column].double()
-        if number == 0 or (name == "int8" and number == -1.001):
+        if number == 0 or (name == "int8" and column == 1):  # the largest of its row
             assert values.unique().numel() == 1 and float(values[0]) == pytest.approx(number, rel=1e-6)
             continue
         low, high = float(values.min()), float(values.max())

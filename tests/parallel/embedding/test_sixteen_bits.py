@@ -143,24 +143,24 @@ def test_planted_bugs_are_seen(plant: Any, case: Any, monkeypatch: pytest.Monkey
 
 
 def test_small_updates_are_kept_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 steps of a hundredth of a unit in the last place. With one draw for all steps, rows would stay or run."""
+    """200 steps of a fiftieth of a unit in the last place. With one draw for all steps most weights would never move."""
 
-    def mean_after(steps: int) -> float:
+    def weights_after(steps: int) -> Tensor:
         table = TablePolicy(name="t", rows=400, width=4, init_bound=0.0, dtype="bf16")
-        collection = EmbeddingCollection([table], RowOptimizerPolicy(type="sgd", lr=2.0**-7 / 100))
+        collection = EmbeddingCollection([table], RowOptimizerPolicy(type="sgd", lr=2.0**-8 / 50))
         collection.load_rows("t", KeyedRows.of_weights(torch.arange(400), torch.ones(400, 4)))
         keys = {"t": Ragged.of_ones(torch.arange(400))}
         for _ in range(steps):
             collection(keys)["t"].sum().backward()
             collection.step()
-        return float(collection.rows_here("t").weights.double().mean())
+        return collection.rows_here("t").weights.double()
 
-    # Below 1 a unit is 2^-8: a step is a fiftieth of a unit, and its variance at most that of a coin of this share.
-    moved = 200 * 2.0**-7 / 100
-    bound = 4.5 * 2.0**-8 * (200 * 0.02 / 1600) ** 0.5
-    assert 1 - mean_after(200) == pytest.approx(moved, abs=bound)
+    found = weights_after(200)
+    bound = 4.5 * 2.0**-8 * (200 * 0.02 / found.numel()) ** 0.5
+    assert float(found.mean()) == pytest.approx(1 - 200 * 2.0**-8 / 50, abs=bound)
+    assert float((found == 1).double().mean()) < 0.05
     monkeypatch.setattr(store, "word_of", lambda *numbers: 7)
-    assert abs(1 - mean_after(200) - moved) > 2 * bound, "the step is ignored"
+    assert float((weights_after(200) == 1).double().mean()) > 0.9
 
 
 def test_start_rows_are_those_of_fp32_to_the_nearest() -> None:
@@ -265,7 +265,7 @@ def test_vectors_and_gradients_are_near_those_of_fp32(placement: str, exchange: 
         assert torch.equal(vectors, wanted) != has_traveled
         assert float((vectors - wanted).abs().max()) <= unit
         assert not torch.equal(rows, wanted_rows), "gradients travel"
-        assert float((rows - wanted_rows).abs().max()) <= 6 * unit
+        assert float((rows - wanted_rows).abs().max()) <= 8 * unit
     if placement == "data_parallel":
         assert torch.equal(found[0][1], found[1][1]), "copies stay equal"
     again = on_ranks(2, losses, placement, exchange, wire)

@@ -165,9 +165,10 @@ def narrow(
 
 def plain_narrow(x: Tensor, ids: Tensor, word: int, column: int) -> Tensor:
     """Round fp32 [U, D] to bf16 in torch operations, on any device, with the bits of the loop."""
-    r = draws(ids, word, column, x.shape[1]).to(torch.int32)
-    carried = (x.contiguous().view(torch.int32) + r) >> 16
-    return torch.where(x.isfinite(), carried.to(torch.int16).view(torch.bfloat16), x.to(torch.bfloat16))
+    words = x.contiguous().view(torch.int32)
+    carried = (words + draws(ids, word, column, x.shape[1]).to(torch.int32)) >> 16
+    special = words >> 16 | x.isnan() * int(_QUIET)
+    return torch.where(x.isfinite(), carried, special).to(torch.int16).view(torch.bfloat16)
 
 
 def draws(ids: Tensor, word: int, column: int, width: int) -> Tensor:

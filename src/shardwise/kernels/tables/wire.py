@@ -74,7 +74,9 @@ class Wire(NamedTuple):
             return rows
         rows = rows.float().contiguous()
         if self.name == "int8":
-            return _to_int8(rows, word)
+            if rows.numel():
+                return _to_int8(rows, word)
+            return rows.new_empty(len(rows), self.width(rows.shape[1]), dtype=torch.uint8)
         if word is None:
             return rows.to(torch.bfloat16 if self.name == "bf16" else torch.float16)
         if self.name == "bf16":
@@ -90,14 +92,16 @@ class Wire(NamedTuple):
             return message.new_empty(0, 0, dtype=self.dtype)
         message = message.view(-1, self.width(columns))
         if self.name == "int8":
-            scales = message[:, columns:].contiguous().view(torch.float32)
+            # A copy even of one row, because scales must begin at a multiple of four bytes.
+            scales = torch.empty(len(message), _SCALE_BYTES, dtype=torch.uint8, device=message.device)
+            scales = scales.copy_(message[:, columns:]).view(torch.float32)
             return (message[:, :columns].view(torch.int8) * scales).to(self.dtype)
         return message.to(self.dtype)
 
 
 def _to_int8(rows: Tensor, word: int | None) -> Tensor:
     """Return rows of bytes: D numbers, then the scale."""
-    scales = rows.abs().amax(1, keepdim=True) / _MOST if rows.numel() else rows.new_empty(len(rows), 1)
+    scales = rows.abs().amax(1, keepdim=True) / _MOST
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     numbers = rows / torch.where(scales > 0, scales, 1)
     if word is None:
