@@ -143,7 +143,7 @@ def test_planted_bugs_are_seen(plant: Any, case: Any, monkeypatch: pytest.Monkey
 
 
 def test_small_updates_are_kept_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 steps of a fiftieth of a unit in the last place. With one draw for all steps most weights would never move."""
+    """200 steps of a fiftieth of a unit in the last place. With one draw for all steps most would never move."""
 
     def weights_after(steps: int) -> Tensor:
         table = TablePolicy(name="t", rows=400, width=4, init_bound=0.0, dtype="bf16")
