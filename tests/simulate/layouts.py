@@ -100,6 +100,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "dlrm, columns": (lambda: dlrm(placement="column"), clicks),
     "dlrm, dynamic": (lambda: dlrm(placement="row", dynamic=DynamicPolicy(capacity=100)), clicks),
     "dlrm, tables": (lambda: dlrm(placement="table"), clicks),
+    "dlrm, 16 bits": (lambda: dlrm(placement="table", dtype="bf16"), clicks),
 }
 
 
@@ -217,6 +218,7 @@ LAYOUTS = [
         "wide",
     ),
     Layout("dlrm, tables", 2, {}, "dlrm, tables"),
+    Layout("dlrm, 8 bits between ranks", 2, {"tables": {"wire": "int8"}}, "dlrm, 16 bits"),
     Layout(
         "hsdp", 4, {"mesh": {"dp": {"replicate": 2, "shard": 2}}, "zero": {"stage": 3}, "precision": "bf16"}
     ),
@@ -270,7 +272,14 @@ LAYOUTS = [
 ]
 
 
-THIN = ("zero 3, clip", "tp, uncut sequence, bf16", "pp, tied", "ep, blocks", "seconds of ranks")
+THIN = (
+    "zero 3, clip",
+    "tp, uncut sequence, bf16",
+    "pp, tied",
+    "ep, blocks",
+    "seconds of ranks",
+    "dlrm, 8 bits between ranks",
+)
 """Names of the layouts that every run of the tests compares."""
 
 

@@ -445,6 +445,7 @@ class Sizes(nn.Module):
             [
                 TablePolicy(name="large", rows=1500, **given),
                 TablePolicy(name="small", rows=7, optimizer=adam, **given),
+                TablePolicy(name="half", rows=1500, dtype="bf16", **given),
                 TablePolicy(name="grows", dynamic=DynamicPolicy(capacity=9), **given),
             ]
         )
@@ -485,12 +486,15 @@ def test_the_plan_has_the_bytes_that_are_held(ranks: Any, placement: str, size: 
         assert ("tables.small", "step", (7, 1), small, False) in infos
         assert infos[-2][:3] + infos[-2][4:] == ("tables.grows", "", (9, 5), True)
     tables = [held["tables"] for held, _, _ in found]
-    lines = 4 * (1500 * 6 + 7 * 16)
+    lines = 4 * (1500 * 6 + 7 * 16) + 1500 * (5 * 2 + 4)
     wanted = {
         "data_parallel": [lines] * 2,
         "table": sorted(tables),
-        "row": [4 * (1024 * 6 + 512 * 16)] * 2,
-        "column": [4 * (1500 * 3 + 7 * 7), 4 * (1500 * 4 + 7 * 10)],
+        "row": [4 * (1024 * 6 + 512 * 16) + 1024 * (5 * 2 + 4)] * 2,
+        "column": [
+            4 * (1500 * (columns + 1) + 7 * (3 * columns + 1)) + 1500 * (columns * 2 + 4)
+            for columns in (2, 3)
+        ],
     }[placement]
     assert sorted(tables) == (wanted if size > 1 else [lines])
     if placement == "table":
@@ -638,9 +642,10 @@ def test_ranks_plan_for_the_least_memory(ranks: Any) -> None:
     assert ranks(2).run(with_other_memory) == [["row"], ["row"]]
 
 
-def overflow(world: World) -> list[Any]:
+def overflow(world: World, wire: str) -> list[Any]:
     """fp16: a step whose gradients overflow moves no row, no score, no sum, and no key gets a row in it."""
-    engine = tables_net.build(world, dict.fromkeys(("large", "grows"), "row"), precision="fp16")
+    places, keys = dict.fromkeys(("large", "grows"), "row"), {"precision": "fp16", "tables": {"wire": wire}}
+    engine = tables_net.build(world, places, **keys)
     tables_net.train(engine, 3)
     before, scale = tables_net.row_of(engine), engine._parts.loss_scale.scale
     share = tables_net.SAMPLES // world.size
@@ -653,9 +658,9 @@ def overflow(world: World) -> list[Any]:
     return [result.skipped, after == before]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_overflow_leaves_rows_and_scores(ranks: Any, size: int) -> None:
-    found = [overflow(join())] if size == 1 else ranks(2).run(overflow)
+@pytest.mark.parametrize(("size", "wire"), [(1, "fp32"), (2, "fp32"), (2, "fp16"), (2, "int8")])
+def test_an_overflow_leaves_rows_and_scores(ranks: Any, size: int, wire: str) -> None:
+    found = [overflow(join(), wire)] if size == 1 else ranks(2).run(overflow, wire)
     assert found == [[True, True]] * size
 
 
