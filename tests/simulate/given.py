@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.base.hardware import Hardware, Product, even_hardware
-from shardwise.kernels.tables.wire import Wire
+from shardwise.kernels.tables.wire import RowWire
 from shardwise.parallel.embedding.calls import GroupLoad
 from shardwise.parallel.embedding.cost import TableLoad
 from shardwise.parallel.embedding.group import TableGroup
@@ -43,7 +43,7 @@ def lookups() -> dict[str, tuple[GroupLoad, ...]]:
     table = TablePolicy(name="users", rows=100, width=8)
     sgd = RowOptimizerPolicy(type="momentum")
     group = TableGroup((table,), (TablePlacement("row"),), sgd, 2)
-    return {"users": (GroupLoad(group, (TableLoad(10.0, 5.0, 4.0),), Wire("fp32", torch.float32)),)}
+    return {"users": (GroupLoad(group, (TableLoad(10.0, 5.0, 4.0),), RowWire("fp32", torch.float32)),)}
 
 
 def passes(plan: Plan, forward: UnitPass, backward: UnitPass) -> dict[int, MeasuredPass]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.base.ragged import Ragged
-from shardwise.kernels.tables.wire import Wire
+from shardwise.kernels.tables.wire import RowWire
 from shardwise.parallel.embedding.calls import GroupLoad
 from shardwise.parallel.embedding.collection import EmbeddingCollection, SequenceVectors
 from shardwise.parallel.embedding.cost import TableLoad
@@ -41,7 +41,7 @@ def loads_of(collection: EmbeddingCollection, batch: Any, ranks: int) -> tuple[G
         GroupLoad(
             group,
             tuple(_load(table, having[0]) for table in group.tables),
-            Wire(collection.wire, collection.dtype),
+            RowWire(collection.wire, collection.dtype),
         )
         for group in groups
     )

@@ -8,18 +8,18 @@ from torch import Tensor
 
 from shardwise.kernels.tables import wire as wire_module
 from shardwise.kernels.tables.rounding import word_of
-from shardwise.kernels.tables.wire import Wire, WireName
+from shardwise.kernels.tables.wire import RowWire, WireName
 
 SMALLER: list[WireName] = ["bf16", "fp16", "int8"]
 UNIT = {"bf16": 2.0**-7, "fp16": 2.0**-10, "int8": 1 / 127}
 """Distance of neighbours near a number, relative to the number; for int8, to the largest of the row."""
 
 
-def wire_of(name: WireName) -> Wire:
-    return Wire(name, torch.float32)
+def wire_of(name: WireName) -> RowWire:
+    return RowWire(name, torch.float32)
 
 
-def sent(wire: Wire, rows: Tensor, word: int | None = None) -> Tensor:
+def sent(wire: RowWire, rows: Tensor, word: int | None = None) -> Tensor:
     return wire.unpacked(wire.packed(rows, word).view(-1), rows.shape[1])
 
 
@@ -41,7 +41,7 @@ def test_bytes_of_a_row(name: WireName, expected: int) -> None:
 def test_fp32_is_not_touched() -> None:
     rows = torch.randn(3, 4, dtype=torch.float64)
     assert wire_of("fp32").packed(rows, 1) is rows
-    assert torch.equal(sent(Wire("fp32", torch.float64), rows), rows)
+    assert torch.equal(sent(RowWire("fp32", torch.float64), rows), rows)
 
 
 @pytest.mark.parametrize("name", SMALLER)
@@ -50,7 +50,7 @@ def test_vectors_go_to_the_nearest(name: WireName) -> None:
     found, unit = sent(wire_of(name), rows), UNIT[name]
     size = rows.abs().amax(1, keepdim=True) if name == "int8" else rows.abs()
     assert bool(((found - rows).abs() <= size * unit / 2 * 1.001).all())
-    assert sent(Wire(name, torch.float64), rows.double()).dtype == torch.float64
+    assert sent(RowWire(name, torch.float64), rows.double()).dtype == torch.float64
 
 
 @pytest.mark.parametrize("name", SMALLER)

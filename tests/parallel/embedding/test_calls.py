@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.kernels.tables.wire import Wire, WireName
+from shardwise.kernels.tables.wire import RowWire, WireName
 from shardwise.parallel.embedding.calls import GroupLoad, calls_of, keys_of_pass, keys_of_step
 from shardwise.parallel.embedding.cost import TableLoad, bytes_sent
 from shardwise.parallel.embedding.group import TableGroup, group_tables
@@ -13,7 +13,7 @@ from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 
 RANKS, WIDTH, LOAD = 4, 8, TableLoad(96, 64, 48)
-FP32 = Wire("fp32", torch.float32)
+FP32 = RowWire("fp32", torch.float32)
 PLACES = {
     "data_parallel": TablePlacement("data_parallel"),
     "column": TablePlacement("column"),
@@ -33,7 +33,7 @@ def group(place: TablePlacement, optimizer: str = "sgd") -> TableGroup:
 @pytest.mark.parametrize("name", PLACES)
 def test_bytes_of_vectors_and_gradients_are_those_of_the_cost(name: str, wire: WireName) -> None:
     """As a mean over the ranks; the owner of a table sends what the others receive."""
-    form = Wire(wire, torch.float32)
+    form = RowWire(wire, torch.float32)
     load = GroupLoad(group(PLACES[name]), (LOAD,), form)
     calls = [calls_of([load], rank, RANKS) for rank in range(RANKS)]
     told = bytes_sent(PLACES[name], LOAD, WIDTH, form, RANKS)

@@ -10,7 +10,7 @@ from shardwise.base.errors import PlanError
 from shardwise.base.hardware import ASSUMED_HARDWARE
 from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
-from shardwise.kernels.tables.wire import Wire, WireName
+from shardwise.kernels.tables.wire import RowWire, WireName
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.cost import TableLoad, bytes_held, bytes_sent, collectives, rows_touched
 from shardwise.parallel.embedding.layout import TablePlacement
@@ -18,7 +18,7 @@ from shardwise.parallel.embedding.planner import PlacementChoice, load_of, measu
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
 from tests.parallel.embedding.threads import on_ranks
 
-FP32 = Wire("fp32", torch.float32)
+FP32 = RowWire("fp32", torch.float32)
 ROWWISE = RowOptimizerPolicy(type="rowwise_adagrad")
 MIB = 1 << 20
 
@@ -171,7 +171,7 @@ def traffic_of(group: Group, placement: str, exchange: str, wire: WireName) -> d
 )
 def test_bytes_are_those_of_the_formula(placement: Any, exchange: Any, wire: WireName) -> None:
     place = TablePlacement(placement, exchange="pooled" if exchange == "pooled" else "rows")
-    expected = bytes_sent(place, TableLoad(48, 16, 24), 8, Wire(wire, torch.float32), 4)
+    expected = bytes_sent(place, TableLoad(48, 16, 24), 8, RowWire(wire, torch.float32), 4)
     found = on_ranks(4, traffic_of, placement, exchange, wire)
     means = [sum(each[kind] for each in found) / 4 for kind in ("keys", "activations", "gradients")]
     gradients = means[2] - (

@@ -39,7 +39,7 @@ _DROPPED_BITS = 13
 """Bits of an fp32 number that fp16 does not have."""
 
 
-class Wire(NamedTuple):
+class RowWire(NamedTuple):
     """Form in which rows of numbers travel."""
 
     name: WireName

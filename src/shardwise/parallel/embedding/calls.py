@@ -15,7 +15,7 @@ Shapes: W ranks; of a group N keys, U distinct ones, S bags, width D.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardwise.kernels.tables.wire import Wire
+from shardwise.kernels.tables.wire import RowWire
 from shardwise.parallel.embedding.cost import TableLoad
 from shardwise.parallel.embedding.group import TableGroup
 from shardwise.parallel.embedding.step_keys import slot_of
@@ -34,7 +34,7 @@ class GroupLoad(NamedTuple):
     tables: TableGroup
     loads: tuple[TableLoad, ...]
     """By table of the group."""
-    wire: Wire
+    wire: RowWire
     """Form in which vectors and gradients travel."""
 
     @property

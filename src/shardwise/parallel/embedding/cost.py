@@ -18,7 +18,7 @@ Shapes: as above.
 
 from typing import NamedTuple
 
-from shardwise.kernels.tables.wire import Wire
+from shardwise.kernels.tables.wire import RowWire
 from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.policy import PlacementName
 
@@ -49,7 +49,9 @@ class ExchangeBytes(NamedTuple):
         return sum(self)
 
 
-def bytes_sent(place: TablePlacement, load: TableLoad, width: int, wire: Wire, ranks: int) -> ExchangeBytes:
+def bytes_sent(
+    place: TablePlacement, load: TableLoad, width: int, wire: RowWire, ranks: int
+) -> ExchangeBytes:
     """Return the bytes that a rank sends for one table in one forward and backward pass, as a mean over the ranks.
 
     Args:

@@ -22,7 +22,7 @@ from shardwise.base.errors import PlanError
 from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware
 from shardwise.base.ragged import Ragged
 from shardwise.base.words import bytes_text
-from shardwise.kernels.tables.wire import Wire, WireName
+from shardwise.kernels.tables.wire import RowWire, WireName
 from shardwise.parallel.embedding.cost import TableLoad, bytes_held, bytes_sent, collectives, rows_touched
 from shardwise.parallel.embedding.dynamic import capacity_of
 from shardwise.parallel.embedding.layout import TablePlacement
@@ -130,7 +130,7 @@ def plan_tables(
     )
     found = {
         table.name: _choose(
-            table, optimizer, ranks, batch, dtype, room, len(tables), hardware, Wire(wire, dtype)
+            table, optimizer, ranks, batch, dtype, room, len(tables), hardware, RowWire(wire, dtype)
         )
         for table in sized
     }
@@ -171,7 +171,7 @@ def _choose(
     room: _RankBudget,
     tables: int,
     hardware: Hardware,
-    wire: Wire,
+    wire: RowWire,
 ) -> PlacementChoice:
     rows, line = _rows(table, optimizer, dtype), row_bytes(table, optimizer, dtype)
     number = (

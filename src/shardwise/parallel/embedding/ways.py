@@ -35,7 +35,7 @@ from shardwise.kernels.tables.pooling import gather as gather_vectors
 from shardwise.kernels.tables.pooling import merge, pool
 from shardwise.kernels.tables.rounding import word_of
 from shardwise.kernels.tables.unique import DistinctKeys, UniqueScratch, dealt, grouped, unique
-from shardwise.kernels.tables.wire import Wire, WireName
+from shardwise.kernels.tables.wire import RowWire, WireName
 from shardwise.parallel.embedding.fuse import FusedKeys, by_sample
 from shardwise.parallel.embedding.group import FeatureRun, TableGroup
 from shardwise.parallel.embedding.layout import dynamic_bucket, static_owner
@@ -141,7 +141,7 @@ class TableExchange:
     parcels = 1
     """Number of parcels of ``leave``."""
 
-    def __init__(self, tables: TableGroup, group: Group, wire: Wire):
+    def __init__(self, tables: TableGroup, group: Group, wire: RowWire):
         self.tables = tables
         self.dtype = wire.dtype
         self.wire = wire
@@ -432,7 +432,7 @@ class PooledSumsExchange(TableExchange):
     sees_rows = False
     parcels = 2
 
-    def __init__(self, tables: TableGroup, group: Group, wire: Wire):
+    def __init__(self, tables: TableGroup, group: Group, wire: RowWire):
         super().__init__(tables, group, wire)
         self.kinds = 3  # counts of keys, of bags, and 1 if there are weights
         assert len(tables.runs) == 1 and tables.runs[0].kind == "summed", (
@@ -571,7 +571,7 @@ def way_of(tables: TableGroup, group: Group, dtype: torch.dtype, wire: WireName 
         dtype: dtype in which vectors and gradients are computed.
         wire: form in which they travel.
     """
-    form = Wire("fp32" if group.size == 1 else wire, dtype)
+    form = RowWire("fp32" if group.size == 1 else wire, dtype)
     if group.size == 1 or tables.place.placement in ("data_parallel", "column"):
         return GatheredKeysExchange(tables, group, form)
     kind = PooledSumsExchange if tables.place.exchange == "pooled" else DistinctRowsExchange
