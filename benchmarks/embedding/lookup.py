@@ -20,6 +20,7 @@ from zipf import BOUND, fill, zipf
 from shardwise.base.ragged import Ragged
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import RowOptimizerName, RowOptimizerPolicy, TablePolicy
+from shardwise.parallel.embedding.transfer import SlabRows
 
 FEATURES, SAMPLES, ROWS = 26, 4096, 10_000_000
 LR, EPS = 0.01, 1e-8
@@ -110,7 +111,8 @@ class Ours(Lookup):
 
     def state(self) -> list[float]:
         store = self.collection.placed.parts[0].store
-        return self.figures(store.read(store.rows(self.watched, [], learns=False)))
+        rows = store.rows(self.watched, [], learns=False)
+        return self.figures(store.read(SlabRows(rows, rows)))
 
 
 class Fbgemm(Lookup):

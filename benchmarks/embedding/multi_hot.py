@@ -15,6 +15,7 @@ from zipf import BOUND, fill, zipf
 from shardwise.base.ragged import Ragged
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
+from shardwise.parallel.embedding.transfer import SlabRows
 
 HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 ROWS = (
@@ -99,7 +100,7 @@ class Ours(Lookup):
 
     def state(self) -> list[float]:
         store = self.collection.placed.parts[0].store
-        return self.figures(store.read(self.watched))
+        return self.figures(store.read(SlabRows(self.watched, self.watched)))
 
 
 class Fbgemm(Lookup):

@@ -6,6 +6,7 @@
     NCCL_LAUNCH_ORDER_IMPLICIT               kernels of several communicators start in the order of the calls
     TORCH_NCCL_ASYNC_ERROR_HANDLING          torch's own thread leaves a failed communicator to the watch
     CUBLAS_WORKSPACE_CONFIG                  cuBLAS sums in a fixed order; only for ``deterministic: true``
+    MALLOC_..., GLIBC_TUNABLES               limits of the heap, which are then left as they are
     RLIMIT_NOFILE                            a group of gloo opens a socket to each of its ranks
 
 A value that is set already stays. NCCL reads a variable when it makes its first communicator, so ``import shardwise``
@@ -16,7 +17,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 _log = logging.getLogger(__name__)
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -102,6 +103,20 @@ def set_cublas_workspace(env: MutableMapping[str, str] = os.environ) -> str:
         env: Environment of this process. cuBLAS reads it when it is first used.
     """
     return env.setdefault(CUBLAS_WORKSPACE, FIXED_WORKSPACE)
+
+
+def sets_heap(env: Mapping[str, str] = os.environ) -> bool:
+    """Return True if the environment sets limits of glibc's heap, or loads another allocator.
+
+    Args:
+        env: Environment of this process.
+    """
+    limits = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
+    return (
+        any(name in env for name in limits)
+        or "glibc.malloc." in env.get("GLIBC_TUNABLES", "")
+        or "malloc" in env.get("LD_PRELOAD", "")
+    )
 
 
 def interfaces_of(pattern: str, present: Sequence[str]) -> list[str]:

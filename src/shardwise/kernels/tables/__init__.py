@@ -1,7 +1,7 @@
 """Operations of an embedding table on its rows, each as a compiled loop beside a plain-torch reference.
 
     keys.py            a 64-bit mix of keys, and the logical bucket that owns a key
-    one_each.py        keys of features that have one in every sample, joined
+    joined.py          keys of several features, checked, numbered and joined
     unique.py          distinct keys in the order of their first occurrence; stable grouping by owner
     hash_index.py      keys to rows: find, insert, remove, scores, the rows to evict
     slab.py            memory of a table that grows without moving
@@ -10,6 +10,7 @@
     row_rules.py       optimizers of rows as data: formulas, numbers, state
     row_optimizers.py  their step on the rows that a batch touched
     row_replay.py      the steps that a row of an exact Adam missed
+    blocks.py          eight neighbouring columns of a row as one value of a loop
     compiled.py        compilation of the loops, and the folder of the machine code
 
 A row of a table is one line of a slab: its ``width`` weights, then the state of its optimizer. Every call runs on the

@@ -110,6 +110,40 @@ class _LinePrefetch(CompiledLoop):
         return intrinsic(prefetch)
 
 
+class Instruction(CompiledLoop):
+    """Operation that a compiled loop contains as a few machine instructions; as Python it does nothing.
+
+    Args:
+        function: Python function with the operation's one to four arguments.
+        result: returns numba's type of the result from the types of the arguments.
+        build: writes the instructions, from numba's context, builder, signature and the arguments' values.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], result: Callable[..., Any], build: Callable[..., Any]
+    ) -> None:
+        super().__init__(function)
+        self._result, self._build = result, build
+
+    @functools.cached_property
+    def compiled(self) -> Callable[..., Any]:
+        """The operation as numba's intrinsic."""
+        from numba.extending import intrinsic
+
+        result, build = self._result, self._build
+
+        def typed(*given: Any) -> Any:
+            return result(*given)(*given), build
+
+        makers: dict[int, Callable[..., Any]] = {
+            1: lambda context, a: typed(a),
+            2: lambda context, a, b: typed(a, b),
+            3: lambda context, a, b, c: typed(a, b, c),
+            4: lambda context, a, b, c, d: typed(a, b, c, d),
+        }
+        return intrinsic(makers[self.python.__code__.co_argcount])  # type: ignore[no-any-return,attr-defined]
+
+
 def loop(function: Callable[..., Any]) -> CompiledLoop:
     """Return a loop that is compiled at its first call."""
     return CompiledLoop(function)

@@ -32,10 +32,13 @@ from torch import Tensor
 
 from shardwise.kernels.choice import fused
 from shardwise.kernels.operation import device_operation
+from shardwise.kernels.tables.blocks import BLOCK, block, each, plus, put, times, whole
 from shardwise.kernels.tables.compiled import ahead, array, loop, prefetch, runs_compiled
 from shardwise.kernels.tables.rounding import readable, wide_dtype, widened
 
 Pooling = Literal["sum", "mean", "max"]
+_BEGUN_BYTES = 2048
+"""Bytes of rows that a merge sets to 0 ahead of the row that it needs."""
 
 
 class PooledVectors(NamedTuple):
@@ -82,7 +85,7 @@ def pool(
     if not runs_compiled(readable(source), *tensors[1:]):
         return plain_pool(source, index, offsets, pooling, weights, width)
     out = torch.empty(len(offsets) - 1, width, dtype=wide_dtype(source.dtype))
-    rows, places, bags = readable(source).numpy(), array(index), array(offsets)
+    rows, places, bags = _lines(source), array(index), array(offsets)
     if pooling == "max":
         found = torch.empty(out.shape, dtype=torch.int64)
         _accept(_pool_max(rows, places, bags, out.numpy(), found.numpy()), source, index, offsets)
@@ -192,11 +195,11 @@ def merge(
     if fused(*tensors):
         _merge_on_device(grad, index, offsets, pooling, weights, places, out)
         return out
-    out.zero_()
     if not runs_compiled(*tensors):
-        return _plain_merge(grad, index, offsets, pooling, weights, places, out)
+        return _plain_merge(grad, index, offsets, pooling, weights, places, out.zero_())
     held, ids, into = array(grad), array(index), out.numpy()
     if places is not None:
+        out.zero_()
         bad = _merge_max(held, ids, array(places), into)
     elif offsets is None and weights is None:
         bad = _merge_rows(held, ids, into)
@@ -309,10 +312,16 @@ def gather(source: Tensor, rows: Tensor, width: int | None = None) -> Tensor:
     if not runs_compiled(readable(source), rows):
         return source[:, :width].index_select(0, rows).to(wide)
     out = torch.empty(len(rows), width, dtype=wide)
-    bad = _gather(readable(source).numpy(), array(rows), out.numpy())
+    bad = _gather(_lines(source), array(rows), out.numpy())
     if bad >= 0:
         raise IndexError(f"row {int(rows[bad])} at {bad}; expected 0 to {len(source) - 1}")
     return out
+
+
+def _lines(source: Tensor) -> np.ndarray:
+    """Return the memory of ``source``, readable and with the columns of a row side by side, as blocks need them."""
+    held = readable(source)
+    return (held if held.stride(1) == 1 else held.contiguous()).numpy()
 
 
 def _width(source: Tensor, width: int | None) -> int:
@@ -356,13 +365,17 @@ def _accept(bad: int, source: Tensor, index: Tensor, offsets: Tensor | None) -> 
 @loop
 def _gather(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> int:
     far = ahead(out.shape[1] * out.itemsize)
+    width = out.shape[1]
+    even = whole(width)
     for i in range(rows.size):
         if i + far < rows.size:
-            prefetch(source, rows[i + far], out.shape[1])
+            prefetch(source, rows[i + far], width)
         row = rows[i]
         if row < 0 or row >= source.shape[0]:
             return i
-        for j in range(out.shape[1]):
+        for c in range(0, even, BLOCK):
+            put(out, i, c, block(source, row, c))
+        for j in range(even, width):
             out[i, j] = widened(source[row, j])
     return -1
 
@@ -371,6 +384,7 @@ def _gather(source: np.ndarray, rows: np.ndarray, out: np.ndarray) -> int:
 def _pool_sum(source: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: bool, out: np.ndarray) -> int:
     far = ahead(out.shape[1] * out.itemsize)
     width = out.shape[1]
+    even = whole(width)
     for bag in range(out.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
         if begin < 0 or end < begin or end > index.size:
@@ -384,10 +398,14 @@ def _pool_sum(source: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: 
             if row < 0 or row >= source.shape[0]:
                 return bag
             if i == begin:
-                for j in range(width):
+                for c in range(0, even, BLOCK):
+                    put(out, bag, c, block(source, row, c))
+                for j in range(even, width):
                     out[bag, j] = widened(source[row, j])
             else:
-                for j in range(width):
+                for c in range(0, even, BLOCK):
+                    put(out, bag, c, plus(block(out, bag, c), block(source, row, c)))
+                for j in range(even, width):
                     out[bag, j] += widened(source[row, j])
         if mean and end - begin > 1:
             for j in range(width):
@@ -401,6 +419,7 @@ def _pool_weighted(
 ) -> int:
     far = ahead(out.shape[1] * out.itemsize)
     width = out.shape[1]
+    even = whole(width)
     for bag in range(out.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
         if begin < 0 or end < begin or end > index.size:
@@ -414,10 +433,15 @@ def _pool_weighted(
             if row < 0 or row >= source.shape[0]:
                 return bag
             if i == begin:
-                for j in range(width):
+                for c in range(0, even, BLOCK):
+                    put(out, bag, c, times(each(weight), block(source, row, c)))
+                for j in range(even, width):
                     out[bag, j] = weight * widened(source[row, j])
             else:
-                for j in range(width):
+                for c in range(0, even, BLOCK):
+                    product = times(each(weight), block(source, row, c))
+                    put(out, bag, c, plus(block(out, bag, c), product))
+                for j in range(even, width):
                     out[bag, j] += weight * widened(source[row, j])
     return -1
 
@@ -450,17 +474,37 @@ def _pool_max(
 
 
 @loop
+def _begin(out: np.ndarray, begun: int, row: int) -> int:
+    """Set rows from ``begun`` up to ``row``, and some more, to 0; return the end of the rows that are set.
+
+    Rows are set shortly before their first gradient is added, while they are in the cache, and several at a time, so
+    that the branch of the caller is predicted well.
+    """
+    end = min(out.shape[0], row + 1 + _BEGUN_BYTES // (out.shape[1] * out.itemsize))
+    for k in range(begun, end):
+        for j in range(out.shape[1]):
+            out[k, j] = 0
+    return max(begun, end)
+
+
+@loop
 def _merge_rows(grad: np.ndarray, index: np.ndarray, out: np.ndarray) -> int:
     far = ahead(out.shape[1] * out.itemsize)
     width = out.shape[1]
+    even, begun = whole(width), 0
     for i in range(index.size):
         if i + far < index.size:
             prefetch(out, index[i + far], width)
         row = index[i]
         if row < 0 or row >= out.shape[0]:
             return i
-        for j in range(width):
+        if row >= begun:
+            begun = _begin(out, begun, row)
+        for c in range(0, even, BLOCK):
+            put(out, row, c, plus(block(out, row, c), block(grad, i, c)))
+        for j in range(even, width):
             out[row, j] += grad[i, j]
+    _begin(out, begun, out.shape[0] - 1)
     return -1
 
 
@@ -469,6 +513,7 @@ def _merge_sum(grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: b
     far = ahead(out.shape[1] * out.itemsize)
     width = out.shape[1]
     share = np.empty(width, grad.dtype)
+    even, begun = whole(width), 0
     for bag in range(grad.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
         if begin < 0 or end < begin or end > index.size:
@@ -483,12 +528,17 @@ def _merge_sum(grad: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: b
             row = index[i]
             if row < 0 or row >= out.shape[0]:
                 return bag
+            if row >= begun:
+                begun = _begin(out, begun, row)
             if several:
                 for j in range(width):
                     out[row, j] += share[j]
             else:
-                for j in range(width):
+                for c in range(0, even, BLOCK):
+                    put(out, row, c, plus(block(out, row, c), block(grad, bag, c)))
+                for j in range(even, width):
                     out[row, j] += grad[bag, j]
+    _begin(out, begun, out.shape[0] - 1)
     return -1
 
 
@@ -498,6 +548,7 @@ def _merge_weighted(
 ) -> int:
     far = ahead(out.shape[1] * out.itemsize)
     width = out.shape[1]
+    even, begun = whole(width), 0
     for bag in range(grad.shape[0]):
         begin, end = offsets[bag], offsets[bag + 1]
         if begin < 0 or end < begin or end > index.size:
@@ -508,8 +559,13 @@ def _merge_weighted(
             row, weight = index[i], weights[i]
             if row < 0 or row >= out.shape[0]:
                 return bag
-            for j in range(width):
+            if row >= begun:
+                begun = _begin(out, begun, row)
+            for c in range(0, even, BLOCK):
+                put(out, row, c, plus(block(out, row, c), times(block(grad, bag, c), each(weight))))
+            for j in range(even, width):
                 out[row, j] += grad[bag, j] * weight
+    _begin(out, begun, out.shape[0] - 1)
     return -1
 
 

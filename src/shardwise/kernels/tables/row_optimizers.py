@@ -17,6 +17,19 @@ from torch import Tensor
 
 from shardwise.kernels.choice import fused
 from shardwise.kernels.operation import device_operation
+from shardwise.kernels.tables.blocks import (
+    BLOCK,
+    block,
+    each,
+    lane,
+    lanes_of_squares,
+    minus,
+    no_lanes,
+    plus,
+    put,
+    times,
+    whole,
+)
 from shardwise.kernels.tables.compiled import CompiledLoop, ahead, array, loop, prefetch, runs_compiled
 from shardwise.kernels.tables.row_rules import (
     Adagrad,
@@ -67,7 +80,7 @@ def update(
             _update_on_device(slab, rows, grads, held, kind, rule, lr, step, scale)
         return
     check_rows(slab, rows)
-    if not runs_compiled(slab, rows, grads):
+    if not runs_compiled(slab, rows, grads) or slab.stride(1) != 1:
         plain_update(optimizer, slab, rows, grads, lr=lr, step=step, scale=scale, mean_squares=mean_squares)
         return
     if _stands_still(optimizer, lr, slab.dtype):
@@ -238,12 +251,18 @@ def _numbers(optimizer: RowOptimizer, lr: float, step: int) -> tuple[CompiledLoo
 
 @loop
 def _sgd(slab: np.ndarray, rows: np.ndarray, grads: np.ndarray, scale: Any, lr: Any, decay: Any) -> None:
+    width = grads.shape[1]
+    even = whole(width)
     far = ahead(slab.shape[1] * slab.itemsize)
     for i in range(rows.size):
         if i + far < rows.size:
             prefetch(slab, rows[i + far], slab.shape[1])
         row = rows[i]
-        for j in range(grads.shape[1]):
+        for c in range(0, even, BLOCK):
+            w = block(slab, row, c)
+            g8 = plus(times(block(grads, i, c), each(scale)), times(w, each(decay)))
+            put(slab, row, c, minus(w, times(g8, each(lr))))
+        for j in range(even, width):
             g = grads[i, j] * scale + slab[row, j] * decay
             slab[row, j] -= g * lr
 
@@ -310,31 +329,38 @@ def _rowwise_adagrad(
     elements: Any,
 ) -> None:
     width = grads.shape[1]
-    even = width - width % 4
-    g = np.empty(width, grads.dtype)
+    even, fours = whole(width), width - width % 4
+    g = np.empty((1, width), grads.dtype)
     far = ahead(slab.shape[1] * slab.itemsize)
     for i in range(rows.size):
         if i + far < rows.size:
             prefetch(slab, rows[i + far], slab.shape[1])
         row = rows[i]
-        for j in range(width):
-            g[j] = grads[i, j] * scale + slab[row, j] * decay
+        sums = no_lanes(scale - scale)
+        for k in range(0, even, BLOCK):
+            g8 = plus(times(block(grads, i, k), each(scale)), times(block(slab, row, k), each(decay)))
+            put(g, 0, k, g8)
+            sums = lanes_of_squares(sums, g8)
+        for j in range(even, width):
+            g[0, j] = grads[i, j] * scale + slab[row, j] * decay
         if mean_squares.size:
             mean = mean_squares[i]
         else:
-            a = b = c = d = scale - scale
-            for j in range(0, even, 4):
-                a += g[j] * g[j]
-                b += g[j + 1] * g[j + 1]
-                c += g[j + 2] * g[j + 2]
-                d += g[j + 3] * g[j + 3]
-            for j in range(even, width):
-                a += g[j] * g[j]
+            a, b, c, d = lane(sums, 0), lane(sums, 1), lane(sums, 2), lane(sums, 3)
+            for j in range(even, fours, 4):
+                a += g[0, j] * g[0, j]
+                b += g[0, j + 1] * g[0, j + 1]
+                c += g[0, j + 2] * g[0, j + 2]
+                d += g[0, j + 3] * g[0, j + 3]
+            for j in range(fours, width):
+                a += g[0, j] * g[0, j]
             mean = ((a + c) + (b + d)) / elements
         slab[row, width] += mean
         size = lr / (math.sqrt(slab[row, width]) + eps)
-        for j in range(width):
-            slab[row, j] -= g[j] * size
+        for k in range(0, even, BLOCK):
+            put(slab, row, k, minus(block(slab, row, k), times(block(g, 0, k), each(size))))
+        for j in range(even, width):
+            slab[row, j] -= g[0, j] * size
 
 
 @loop

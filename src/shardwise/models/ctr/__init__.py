@@ -2,6 +2,5 @@
 
 policy       the keys under ``model:``                 model        the shared base: batch, loss, initial weights
 tables       the tables that follow from features      build        the model of a policy and columns
-interaction  dot products of all pairs
 logistic_regression  wide_deep  deepfm  dcn  dlrm             one model each
 """

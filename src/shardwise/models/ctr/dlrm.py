@@ -5,14 +5,13 @@
     logit = top([u, dots])
 
 Paper:  Naumov et al. 2019, arXiv:1906.00091.
-Cost:   B·(F + 1)²·D multiplications of the interaction, forward and backward each (interaction.py).
+Cost:   that of the interaction: kernels/pairwise_dots.py.
 Shapes: B samples, F features, N dense features, D width.
 """
 
-import torch
 from torch import Tensor
 
-from shardwise.models.ctr.interaction import pairwise_dots
+from shardwise.kernels.pairwise_dots import dots_beside, pairwise_dots
 from shardwise.models.ctr.model import ClickModel, mlp
 from shardwise.models.ctr.policy import DlrmPolicy
 
@@ -34,10 +33,6 @@ class Dlrm(ClickModel):
 
     def logits(self, dense: Tensor, vectors: Tensor) -> Tensor:
         """Return the logits [B] of dense features [B, N] and rows [B, F, D]."""
-        if self.bottom is None:
-            x = pairwise_dots(vectors)
-        else:
-            u = self.bottom(dense)  # [B, D]
-            x = torch.cat([u, pairwise_dots(torch.cat([u[:, None], vectors], 1))], 1)
+        x = pairwise_dots(vectors) if self.bottom is None else dots_beside(self.bottom(dense), vectors)
         logits: Tensor = self.top(x).squeeze(1)
         return logits

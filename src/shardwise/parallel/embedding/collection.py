@@ -33,7 +33,9 @@ from shardwise.base.ragged import Ragged
 from shardwise.base.words import counted
 from shardwise.comm.collectives import Group
 from shardwise.comm.duals import uncompiled
+from shardwise.comm.rendezvous.environment import sets_heap
 from shardwise.kernels.tables.wire import WireName
+from shardwise.observe.memory import keep_freed_memory
 from shardwise.parallel.embedding.ahead import PreparedFeatures
 from shardwise.parallel.embedding.batch import PreparedKeys, SequenceVectors, by_feature
 from shardwise.parallel.embedding.placed import PlacedTables, check_table, grouped, make_parts
@@ -157,6 +159,8 @@ class EmbeddingCollection(nn.Module):
             dtype=dtype,
             wire=wire,
         )
+        if device.type == "cpu" and not sets_heap():
+            keep_freed_memory()
         parts = make_parts(self.tables, self.optimizer, self.choices, group, self.seed, dtype, device, wire)
         self._placed = PlacedTables(
             parts, group, keys_group or group, device, dtype, compute_dtype or dtype, is_led

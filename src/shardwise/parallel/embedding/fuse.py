@@ -3,14 +3,15 @@
     keys      [ f0: s0 s1 ... | f1: s0 s1 ... ]      of the group, or of their own dynamic tables
     offsets   one bag for each feature and sample, F·B in all
 
-    or, if each bag has one key: [ s0: f0 f1 ... | s1: f0 f1 ... ], and no offsets
+    or [ s0: f0 f1 ... | s1: f0 f1 ... ], if no owner and no index needs a feature's keys side by side; and without
+    offsets if each bag has one key
 
 Means are sums with weights 1/n, so that features that are added and averaged go through one kernel together.
 
 Shapes: F features of the group, B samples, N keys of all features.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,8 @@ from torch import Tensor
 from shardwise.base.errors import DataError
 from shardwise.base.policy import nearest
 from shardwise.base.ragged import Ragged
-from shardwise.kernels.tables.one_each import one_each
-from shardwise.parallel.embedding.group import TableGroup
+from shardwise.kernels.tables.joined import JoinedKeys, joined
+from shardwise.parallel.embedding.group import GroupFeature, TableGroup
 
 
 class FusedKeys(NamedTuple):
@@ -37,7 +38,8 @@ class FusedKeys(NamedTuple):
     samples: int
     by_sample: bool = False
     """True if bags stand sample after sample, so that their vectors are [B, F, D] in memory: if the group allows this
-    order and every sample has one key of each feature. ``starts`` then does not describe bags.
+    order for keys, or allows it for vectors and every sample has one key of each feature. ``starts`` then only has
+    the numbers of keys.
     """
     keys_by_sample: bool = False
     """True if the keys stand sample after sample too; else the index of each key among the distinct ones is permuted
@@ -91,44 +93,46 @@ def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) 
     """
     given = _features_of(group, features)
     samples = given[0].samples
-    if group.may_go_by_sample and all(
-        ragged.weights is None and ragged.values.shape == (samples,) for ragged in given
-    ):
-        keys = one_each(
-            torch.stack([ragged.values for ragged in given]),
-            torch.stack([ragged.offsets for ragged in given]),
-            group.feature_bases.to(given[0].values.device),
-            group.feature_rows.to(given[0].values.device),
-            group.keys_may_go_by_sample,
-        )
-        if keys is not None:
-            places = [place * samples for place in range(len(given) + 1)]
-            return FusedKeys(keys, None, None, places, samples, True, group.keys_may_go_by_sample)
+    is_weighted = any(ragged.weights is not None for ragged in given)
+    in_order = group.keys_may_go_by_sample and not is_weighted
+    found = _joined(group, given, in_order)
+    if found is None:
+        given = [
+            _mended(group, feature, ragged) for feature, ragged in zip(group.features, given, strict=True)
+        ]
+        found = _joined(group, given, in_order)
+        assert found is not None, "offsets are checked, and keys lie inside their tables"
     starts = [0]
     for ragged in given:
         starts.append(starts[-1] + ragged.values.numel())
-    offsets = torch.stack([ragged.offsets for ragged in given])
-    lengths = offsets.diff()
-    ends = torch.tensor([starts[1:], starts[:-1]], device=offsets.device)
-    sizes = ends[0] - ends[1]
-    fits = (offsets[:, 0] == 0) & (offsets[:, -1] == sizes) & (lengths >= 0).all(1)
-    if not bool(fits.all()):
-        for feature, ragged in zip(group.features, given, strict=True):
-            ragged.check(feature.name)
-    keys = torch.cat([ragged.values for ragged in given])
-    if not group.is_dynamic:
-        keys = _numbered(group, keys, sizes, starts)
-    joined = torch.zeros(len(given) * samples + 1, dtype=torch.int64, device=keys.device)
-    torch.add(offsets[:, 1:], ends[1][:, None], out=joined[1:].view(len(given), samples))
-    weights = _weights(group, given, lengths, dtype)
-    _check_concat(group, lengths)
-    if group.may_go_by_sample and keys.numel() == lengths.numel() and bool((lengths == 1).all()):
-        if group.keys_may_go_by_sample:
-            keys = by_sample(keys, samples)
-        if weights is not None:
-            weights = by_sample(weights, samples)
-        return FusedKeys(keys, None, weights, starts, samples, True, group.keys_may_go_by_sample)
-    return FusedKeys(keys, joined, weights, starts, samples)
+    _check_concat(group, found)
+    keys, offsets = found.keys, found.offsets
+    if is_weighted:
+        weights: Tensor | None = _weights(group, given, dtype)
+    else:
+        weights = _shares(group, found, in_order, samples, dtype)
+    if in_order:
+        return FusedKeys(keys, offsets, weights, starts, samples, True, True)
+    if offsets is None:
+        if group.may_go_by_sample:
+            if group.keys_may_go_by_sample:
+                keys = by_sample(keys, samples)
+            weights = None if weights is None else by_sample(weights, samples)
+            return FusedKeys(keys, None, weights, starts, samples, True, group.keys_may_go_by_sample)
+        offsets = torch.arange(keys.numel() + 1, device=keys.device)
+    return FusedKeys(keys, offsets, weights, starts, samples)
+
+
+def _joined(group: TableGroup, given: Sequence[Ragged], in_order: bool) -> JoinedKeys | None:
+    """Return the keys of the group, by sample if ``in_order``; None if a feature does not fit."""
+    device = given[0].values.device
+    return joined(
+        [ragged.values for ragged in given],
+        [ragged.offsets for ragged in given],
+        group.feature_bases.to(device),
+        group.feature_rows.to(device),
+        in_order,
+    )
 
 
 def _features_of(group: TableGroup, features: Mapping[str, Ragged]) -> list[Ragged]:
@@ -159,25 +163,18 @@ def by_sample(places: Tensor, samples: int) -> Tensor:
     return places.view(-1, samples).t().reshape(-1) if samples else places
 
 
-def _numbered(group: TableGroup, keys: Tensor, sizes: Tensor, starts: list[int]) -> Tensor:
-    """Convert keys of the tables to keys of the group, in place: ``keys`` is a copy already."""
-    tables = [feature.table for feature in group.features]
-    rows = torch.tensor([group.tables[table].rows for table in tables], device=keys.device)
-    bases = torch.tensor([group.bases[table] for table in tables], device=keys.device)
-    if starts[-1] and all(start == starts[1] * place for place, start in enumerate(starts)):
-        block = keys.view(len(tables), -1)  # every feature has the same number of keys
-        low, high = block.aminmax(dim=1)
-        if bool(((low >= 0) & (high < rows)).all()):
-            block += bases[:, None]
-            return keys
-    limits = rows.repeat_interleave(sizes, output_size=keys.numel())
-    outside = (keys < 0) | (keys >= limits)
-    if bool(outside.any()):
-        for place, feature in enumerate(group.features):
-            stretch = slice(starts[place], starts[place + 1])
-            if bool(outside[stretch].any()):
-                _mend(group, feature.name, feature.table, keys[stretch], outside[stretch])
-    return keys.add_(bases.repeat_interleave(sizes, output_size=keys.numel()))
+def _mended(group: TableGroup, feature: GroupFeature, ragged: Ragged) -> Ragged:
+    """Return a feature with all keys inside their table, or raise DataError."""
+    ragged.check(feature.name)
+    rows = group.tables[feature.table].rows
+    if rows is None:
+        return ragged
+    outside = (ragged.values < 0) | (ragged.values >= rows)
+    if not bool(outside.any()):
+        return ragged
+    keys = ragged.values.clone()
+    _mend(group, feature.name, feature.table, keys, outside)
+    return ragged._replace(values=keys)
 
 
 def _mend(group: TableGroup, feature: str, table: int, keys: Tensor, outside: Tensor) -> None:
@@ -197,41 +194,45 @@ def _mend(group: TableGroup, feature: str, table: int, keys: Tensor, outside: Te
         )
 
 
-def _weights(group: TableGroup, given: list[Ragged], lengths: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the weight of each key in its bag, with means divided by the number or by the sum of weights.
-
-    None if all weights are 1.
-    """
-    weighted = any(ragged.weights is not None for ragged in given)
-    is_mean = torch.tensor([feature.pooling == "mean" for feature in group.features], device=lengths.device)
-    if not weighted and not bool((lengths[is_mean] > 1).any()):
-        return None
+def _weights(group: TableGroup, given: Sequence[Ragged], dtype: torch.dtype) -> Tensor:
+    """Return the weight of each key in its bag, by feature, with means divided by the sum of weights."""
+    lengths = torch.stack([ragged.offsets for ragged in given]).diff()
     total = sum(ragged.values.numel() for ragged in given)
     flat = lengths.view(-1)
     bag = torch.arange(flat.numel(), device=flat.device).repeat_interleave(flat, output_size=total)
-    if weighted:
-        own = torch.cat(
-            [
-                ragged.values.new_ones(ragged.values.shape, dtype=dtype)
-                if ragged.weights is None
-                else ragged.weights.to(dtype)
-                for ragged in given
-            ]
-        )
-        sums = torch.zeros(flat.numel(), dtype=dtype, device=flat.device).index_add_(0, bag, own)
-    else:
-        own = torch.ones(total, dtype=dtype, device=flat.device)
-        sums = flat.to(dtype)
-    means = is_mean.repeat_interleave(lengths.shape[1])
+    own = torch.cat(
+        [
+            ragged.values.new_ones(ragged.values.shape, dtype=dtype)
+            if ragged.weights is None
+            else ragged.weights.to(dtype)
+            for ragged in given
+        ]
+    )
+    sums = torch.zeros(flat.numel(), dtype=dtype, device=flat.device).index_add_(0, bag, own)
+    means = group.features_of_means.to(flat.device).repeat_interleave(lengths.shape[1])
     divisors = torch.where(means & (sums != 0), sums, torch.ones_like(sums))
     return own / divisors[bag]
 
 
-def _check_concat(group: TableGroup, lengths: Tensor) -> None:
+def _shares(
+    group: TableGroup, found: JoinedKeys, in_order: bool, samples: int, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the share of each key in its bag, 1/n in a mean of n keys and 1 in a sum; None if all are 1."""
+    is_mean = group.features_of_means.to(found.longest.device)
+    if found.offsets is None or not bool((found.longest[is_mean] > 1).any()):
+        return None
+    lengths = found.offsets.diff()
+    means = is_mean.repeat(samples) if in_order else is_mean.repeat_interleave(samples)
+    divisors = torch.where(means, lengths, 1).to(dtype)
+    divisors = divisors.repeat_interleave(lengths, output_size=found.keys.numel())
+    return torch.ones_like(divisors) / divisors
+
+
+def _check_concat(group: TableGroup, found: JoinedKeys) -> None:
     """Raise DataError if a feature with pooling concat has different numbers of keys in its samples."""
     for place, feature in enumerate(group.features):
-        if feature.pooling == "concat" and lengths.shape[1]:
-            least, most = int(lengths[place].min()), int(lengths[place].max())
+        if feature.pooling == "concat":
+            least, most = int(found.shortest[place]), int(found.longest[place])
             if least != most:
                 raise DataError(
                     f"feature {feature.name!r}: pooling concat needs the same number of keys in every sample, here "

@@ -141,6 +141,11 @@ class TableGroup:
         return torch.tensor([self.tables[each.table].rows or -1 for each in self.features])
 
     @cached_property
+    def features_of_means(self) -> Tensor:
+        """Whether each feature is averaged: bool [F]."""
+        return torch.tensor([each.pooling == "mean" for each in self.features])
+
+    @cached_property
     def bases(self) -> tuple[int, ...]:
         """Key of the group at which each static table begins, and the end."""
         bases = [0]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.tables.pooling import merge
-from shardwise.kernels.tables.unique import unique
+from shardwise.kernels.tables.unique import UniqueScratch, unique
 from shardwise.parallel.embedding.transfer import SlabRows, together
 
 
@@ -27,6 +27,7 @@ class RowGradients:
         self._columns = columns
         self._may_lack = may_lack
         self._is_distinct = is_distinct
+        self._scratch = UniqueScratch()
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._merged: tuple[SlabRows, Tensor] | None = None
 
@@ -55,7 +56,7 @@ class RowGradients:
                 if not bool(present.all()):
                     rows, grads = rows[present], grads[present]
             if len(self._waiting) > 1 or not self._is_distinct:
-                distinct = unique(rows)
+                distinct = unique(rows, self._scratch)
                 there, places = together(distinct, like.device)
                 grads = merge(grads, places, None, there.numel())
                 rows = distinct.keys

@@ -215,7 +215,7 @@ class TableExchange:
     def _distinct(self, fused: FusedKeys, lane: PreparationLane) -> tuple[Tensor, Tensor, Tensor]:
         """Return distinct keys in the order of their tables, the index of each key among them, and counts by table."""
         if not self.tables.is_dynamic:
-            keys, inverse = unique(fused.keys, lane.scratch)
+            keys, inverse = unique(fused.keys, lane.scratch, self.tables.bases[-1])
             return keys, inverse, torch.tensor([keys.numel()])
         found, inverses, sizes = [], [], []
         start = 0
@@ -482,7 +482,7 @@ class PooledSumsExchange(TableExchange):
             weights = send(own, asked.counts, lane.group, f"weights of {self._name}", "keys")
         offsets = lengths.new_zeros(lengths.numel() + 1)
         torch.cumsum(lengths, 0, out=offsets[1:])
-        asked.arrived, inverse = unique(keys, lane.scratch)
+        asked.arrived, inverse = unique(keys, lane.scratch, self.tables.bases[-1])
         asked.bags = RemoteBags(everyone[:, :, 1].tolist(), offsets, weights, inverse)
 
     def fetch(self, asked: KeyRequest, store: RowStore, learns: bool) -> list[Tensor]:

@@ -1,0 +1,209 @@
+"""Keys of several features joined to the keys of one group: checked, numbered, and put into the order of their bags.
+
+    f0: s0 s1 ...      by feature    f0: s0 s1 ... | f1: s0 s1 ...      + bases of the features' tables
+    f1: s0 s1 ...      by sample     s0: f0 f1 ... | s1: f0 f1 ...
+
+By sample, the vectors of all features of a sample are neighbours in memory, [B, F, D], in the order in which
+interactions of features read them, and their gradients come in the order in which they are merged.
+
+The loops read the features where they are, by their addresses: no copy is made before that of the numbered keys.
+
+Cost:   one pass over the offsets and one over the keys.
+Shapes: F features, B samples, N keys of all features.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.kernels.tables.compiled import Instruction, array, loop, runs_compiled
+
+_TOGETHER = 64
+"""Samples whose keys are written together, so that the lines that are written stay in the cache in either order."""
+
+
+class JoinedKeys(NamedTuple):
+    """Keys of several features as keys of their group."""
+
+    keys: Tensor
+    """Keys of all features: int64 [N]."""
+    offsets: Tensor | None
+    """Start of each bag in ``keys``, and the end: int64 [F·B + 1]; None if every bag has one key."""
+    shortest: Tensor
+    """Smallest number of keys of a sample, by feature: int64 [F]; 1 without samples."""
+    longest: Tensor
+    """Largest number of keys of a sample, by feature: int64 [F]; 1 without samples."""
+
+
+def joined(
+    values: Sequence[Tensor], offsets: Sequence[Tensor], bases: Tensor, limits: Tensor, by_sample: bool
+) -> JoinedKeys | None:
+    """Return the keys of the group; None if offsets do not fit their keys or a key is not 0 to its limit - 1.
+
+    Args:
+        values: keys of each feature, int64 [keys of the feature].
+        offsets: start of each sample in the keys of each feature, and the end, int64 [B + 1].
+        bases: key of the group at which each feature's table begins, int64 [F].
+        limits: number of keys of each feature's table, int64 [F]; below 0 any key is allowed.
+        by_sample: True orders the bags sample after sample, False feature after feature.
+    """
+    if not runs_compiled(*values, *offsets, bases, limits):
+        return plain_joined(values, offsets, bases, limits, by_sample)
+    keys, ends = [each.contiguous() for each in values], [each.contiguous() for each in offsets]
+    key_at, end_at = (np.array([each.data_ptr() for each in of], np.int64) for of in (keys, ends))
+    sizes = np.array([each.numel() for each in keys], np.int64)
+    features, samples = len(values), len(offsets[0]) - 1
+    shortest, longest = torch.ones(features, dtype=torch.int64), torch.ones(features, dtype=torch.int64)
+    if not _measured(end_at, sizes, samples, shortest.numpy(), longest.numpy()):
+        return None
+    out = torch.empty(int(sizes.sum()), dtype=torch.int64)
+    given = (array(bases), array(limits))
+    if bool((shortest == 1).all()) and bool((longest == 1).all()):
+        placed = out.view(samples, features).t() if by_sample else out.view(features, samples)
+        fits = _joined_ones(key_at, *given, placed.numpy())
+        return JoinedKeys(out, None, shortest, longest) if fits else None
+    starts = torch.zeros(features * samples + 1, dtype=torch.int64)
+    join = _joined_by_sample if by_sample else _joined_by_feature
+    fits = join(key_at, end_at, sizes, samples, *given, out.numpy(), starts.numpy())
+    return JoinedKeys(out, starts, shortest, longest) if fits else None
+
+
+def plain_joined(
+    values: Sequence[Tensor], offsets: Sequence[Tensor], bases: Tensor, limits: Tensor, by_sample: bool
+) -> JoinedKeys | None:
+    """Run ``joined`` in torch operations, on any device."""
+    ends = torch.stack(list(offsets))
+    lengths = ends.diff()
+    sizes = torch.tensor([each.numel() for each in values], device=ends.device)
+    features, samples = lengths.shape
+    if not bool(((ends[:, 0] == 0) & (ends[:, -1] == sizes) & (lengths >= 0).all(1)).all()):
+        return None
+    total = sum(each.numel() for each in values)
+    feature = torch.arange(features, device=ends.device).repeat_interleave(sizes, output_size=total)
+    keys, limit = torch.cat(list(values)), limits[feature]
+    if not bool(((limit < 0) | ((keys >= 0) & (keys < limit))).all()):
+        return None
+    keys = keys + bases[feature]
+    ones = torch.ones(features, dtype=torch.int64, device=ends.device)
+    shortest = lengths.amin(1) if samples else ones
+    longest = lengths.amax(1) if samples else ones
+    if by_sample:
+        bag = torch.arange(features * samples, device=ends.device).view(samples, features).t().reshape(-1)
+        bag = bag.repeat_interleave(lengths.reshape(-1), output_size=total)
+        keys, lengths = keys[bag.argsort(stable=True)], lengths.t()
+    if bool((shortest == 1).all()) and bool((longest == 1).all()):
+        return JoinedKeys(keys, None, shortest, longest)
+    starts = ends.new_zeros(features * samples + 1)
+    torch.cumsum(lengths.reshape(-1), 0, out=starts[1:])
+    return JoinedKeys(keys, starts, shortest, longest)
+
+
+def _build_number(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    """Write the load of the int64 at a place of the memory that begins at an address."""
+    from llvmlite import ir
+    from numba.core import types
+
+    word = ir.IntType(64)
+    address, place = (
+        context.cast(builder, value, kind, types.int64)
+        for value, kind in zip(arguments, signature.args, strict=True)
+    )
+    return builder.load(builder.gep(builder.inttoptr(address, word.as_pointer()), [place]))
+
+
+def _int64(*given: Any) -> Any:
+    from numba import types
+
+    return types.int64
+
+
+_number = Instruction(lambda address, place: None, _int64, _build_number)
+"""The int64 at a place of the array that begins at an address."""
+
+
+@loop
+def _measured(
+    end_at: np.ndarray, sizes: np.ndarray, samples: int, shortest: np.ndarray, longest: np.ndarray
+) -> bool:
+    """Write the smallest and the largest bag of each feature; return whether all offsets fit their keys."""
+    for feature in range(sizes.size):
+        ends = end_at[feature]
+        if _number(ends, 0) != 0 or _number(ends, samples) != sizes[feature]:
+            return False
+        if samples == 0:
+            continue
+        least = most = _number(ends, 1)
+        for sample in range(1, samples):
+            length = _number(ends, sample + 1) - _number(ends, sample)
+            least, most = min(least, length), max(most, length)
+        if least < 0:
+            return False
+        shortest[feature], longest[feature] = least, most
+    return True
+
+
+@loop
+def _joined_ones(key_at: np.ndarray, bases: np.ndarray, limits: np.ndarray, out: np.ndarray) -> bool:
+    features, samples = out.shape
+    fits = True
+    for begin in range(0, samples, _TOGETHER):
+        end = min(samples, begin + _TOGETHER)
+        for feature in range(features):
+            keys, base, limit = key_at[feature], bases[feature], limits[feature]
+            for sample in range(begin, end):
+                key = _number(keys, sample)
+                fits &= (limit < 0) | ((key >= 0) & (key < limit))
+                out[feature, sample] = key + base
+    return fits
+
+
+@loop
+def _joined_by_feature(
+    key_at: np.ndarray,
+    end_at: np.ndarray,
+    sizes: np.ndarray,
+    samples: int,
+    bases: np.ndarray,
+    limits: np.ndarray,
+    out: np.ndarray,
+    starts: np.ndarray,
+) -> bool:
+    fits, before = True, 0
+    for feature in range(sizes.size):
+        keys, ends, base, limit = key_at[feature], end_at[feature], bases[feature], limits[feature]
+        for place in range(sizes[feature]):
+            key = _number(keys, place)
+            fits &= (limit < 0) | ((key >= 0) & (key < limit))
+            out[before + place] = key + base
+        for sample in range(samples):
+            starts[feature * samples + sample + 1] = before + _number(ends, sample + 1)
+        before += sizes[feature]
+    return fits
+
+
+@loop
+def _joined_by_sample(
+    key_at: np.ndarray,
+    end_at: np.ndarray,
+    sizes: np.ndarray,
+    samples: int,
+    bases: np.ndarray,
+    limits: np.ndarray,
+    out: np.ndarray,
+    starts: np.ndarray,
+) -> bool:
+    fits, place, bag = True, 0, 0
+    for sample in range(samples):
+        for feature in range(sizes.size):
+            keys, ends, base, limit = key_at[feature], end_at[feature], bases[feature], limits[feature]
+            for i in range(_number(ends, sample), _number(ends, sample + 1)):
+                key = _number(keys, i)
+                fits &= (limit < 0) | ((key >= 0) & (key < limit))
+                out[place] = key + base
+                place += 1
+            bag += 1
+            starts[bag] = place
+    return fits
