@@ -1,4 +1,6 @@
+import ctypes
 import mmap
+import resource
 import sys
 
 import pytest
@@ -71,3 +73,24 @@ def test_what_is_available_is_less_than_the_machine_and_more_than_nothing() -> N
     available = memory.available_bytes(torch.device("cpu"))
     total = memory._field_of("/proc/meminfo", "MemTotal")
     assert available is not None and total is not None and 0 < available < total
+
+
+@needs_proc
+def test_tensors_of_a_step_reuse_the_pages_of_those_before() -> None:
+    """The heap's first limits, which its later ones depend on, are set before: 128 KiB, so that tensors go back."""
+    set_heap = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_heap is None:
+        pytest.skip("a C library other than glibc")
+    set_heap(memory._MMAP_THRESHOLD, 128 * 1024)
+    assert faults_of_a_step() > 1000
+    assert memory.keep_freed_memory()
+    faults_of_a_step()
+    assert faults_of_a_step() < 50
+
+
+def faults_of_a_step() -> int:
+    """Return the page faults of twelve tensors of 3 MiB that are freed together."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    made = [torch.zeros(3 * MIB, dtype=torch.uint8) for _ in range(12)]
+    del made
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before

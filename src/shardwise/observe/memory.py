@@ -112,9 +112,9 @@ def keep_freed_memory() -> bool:
     """Let the heap keep the tensors that a step frees, for the next step; return True if the heap is glibc's.
 
     glibc returns freed memory at the end of the heap to the system, and memory outside the heap always. A step whose
-    tensors take more than its limits, which depend on what was freed before, writes to zeroed pages anew each time: some
-    thousand page faults, and a fifth of the time of a step of embedding tables. With the limits that are set here tensors
-    of less than 128 MiB lie in the heap, and up to 256 MiB of free memory stay at its end.
+    tensors take more than its limits, which depend on what was freed before, writes to zeroed pages anew each time:
+    some thousand page faults. With the limits that are set here tensors of less than 128 MiB lie in the heap, and up
+    to 256 MiB of free memory stay at its end.
     """
     set_heap = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if set_heap is None:

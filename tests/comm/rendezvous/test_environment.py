@@ -100,3 +100,18 @@ def test_the_limit_of_descriptors_is_raised() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     raise_descriptor_limit()
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(
+    ("env", "found"),
+    [
+        ({}, False),
+        ({"MALLOC_ARENA_MAX": "2", "GLIBC_TUNABLES": "glibc.rtld.nns=8"}, False),
+        ({"MALLOC_TRIM_THRESHOLD_": "1048576"}, True),
+        ({"MALLOC_MMAP_THRESHOLD_": "1048576"}, True),
+        ({"GLIBC_TUNABLES": "glibc.rtld.nns=8:glibc.malloc.trim_threshold=1048576"}, True),
+        ({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, True),
+    ],
+)
+def test_limits_of_the_heap_that_a_user_sets_are_seen(env: dict[str, str], found: bool) -> None:
+    assert environment.sets_heap(env) is found

@@ -116,3 +116,21 @@ def test_distinct_keys_by_owner(form) -> None:  # type: ignore[no-untyped-def]
     assert counts.tolist() == [2, 2, 0]
     with pytest.raises(IndexError, match="3 at 1; expected 0 to 2"):
         form(distinct, torch.tensor([1, 3, 1, 0]), 3)
+
+
+@pytest.mark.parametrize("span", [1, 50, 4000])
+def test_a_map_of_all_keys_finds_what_a_hash_table_finds(span: int) -> None:
+    scratch = UniqueScratch()
+    for count in (0, 1, 3, 1000, 500):  # what an earlier batch has left in the map does not count
+        keys = torch.randint(0, span, (count,))
+        ours, plain = unique(keys, scratch, below=span), plain_unique(keys)
+        assert torch.equal(ours.keys, plain.keys)
+        assert torch.equal(ours.inverse, plain.inverse)
+
+
+def test_a_map_refuses_a_key_outside() -> None:
+    if not is_installed():
+        pytest.skip("without numba there is no map")
+    for bad in (-1, 3):
+        with pytest.raises(IndexError, match=f"key {bad} at 2; expected 0 to 2"):
+            unique(torch.tensor([0, 2, bad, 1]), below=3)

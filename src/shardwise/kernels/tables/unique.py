@@ -67,7 +67,7 @@ class UniqueScratch:
     def __init__(self) -> None:
         self.slots = np.empty(0, np.int32)
         self.keys = np.empty(0, np.int64)
-        self.places = np.empty(0, np.uint32)
+        self.places = np.empty(0, np.int32)
         self.seed = secrets.randbits(63)
         """Seed of the hash, which moves keys to other slots of ``slots``."""
 
@@ -81,9 +81,9 @@ class UniqueScratch:
         return self.slots[:slots], self.keys[:keys]
 
     def reserve_map(self, keys: int, below: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return memory for so many keys from 0 to ``below`` - 1: uint32 [below], int64 [keys]."""
+        """Return memory for so many keys from 0 to ``below`` - 1: int32 [below], int64 [keys]."""
         if self.places.size < below:
-            self.places = np.zeros(below, np.uint32)
+            self.places = np.zeros(below, np.int32)
         if self.keys.size < keys:
             self.keys = np.empty(keys, np.int64)
         return self.places[:below], self.keys[:keys]
@@ -235,9 +235,9 @@ def _mapped(keys: np.ndarray, places: np.ndarray, found: np.ndarray, inverse: np
         key = keys[i]
         if key < 0 or key >= places.size:
             return -1 - i
-        place = np.int64(places[key])
+        place = int(places[key])
         # ``found`` is read at an index that does not depend on ``count``, so that reads of several keys overlap.
-        is_new = (place >= count) | (found[min(place, last)] != key)
+        is_new = (place >= count) | (found[place if place < last else last] != key)
         place = count if is_new else place
         found[count] = key
         places[key] = place
