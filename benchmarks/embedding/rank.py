@@ -17,6 +17,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import sys
 import time
 import warnings
@@ -30,6 +31,10 @@ from contender import Case, Contender, Running, part
 from measure import give_back_free_memory, sent_bytes
 
 
+OWN_HEAP = "BENCH_OWN_HEAP"
+"""Variable of the environment with which each contender's heap is as users have it (``run.py --own-heap``)."""
+
+
 class Rank:
     """State of this process between commands."""
 
@@ -41,11 +46,14 @@ class Rank:
         self.contender = next(each for each in found if each.name == setting["contender"])
         self.running: Running | None = None
         self.steps_done = 0
+        self.page_faults = 0.0
+        """Minor page faults a step of the last steps, among them those of what is counted here."""
 
     def ready(self) -> dict[str, Any]:
         """Everything before the model: what this costs is not the contender's."""
         torch.set_num_threads(1)
-        _keep_freed_memory()
+        if OWN_HEAP not in os.environ:
+            _keep_freed_memory()
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         if self.case.ranks > 1:
@@ -69,7 +77,7 @@ class Rank:
         assert self.running is not None, "steps before build"
         given = [self.running.data(self.steps_done + number) for number in range(count)]
         seconds, losses, sent = [], [], []
-        other, last = self.running.other_bytes(), sent_bytes()
+        other, last, faults = self.running.other_bytes(), sent_bytes(), _page_faults()
         begin = time.perf_counter()
         for data in given:
             losses.append(self.running.step(data))
@@ -79,6 +87,7 @@ class Rank:
             last += sent[-1]
             begin = time.perf_counter()
         self.steps_done += count
+        self.page_faults = (_page_faults() - faults) / count
         other = self.running.other_bytes() - other
         return {"seconds": seconds, "losses": losses, "sent_bytes": sent, "other_bytes": other}
 
@@ -87,7 +96,7 @@ class Rank:
         assert self.running is not None, "a look before build"
         return {
             "state": self.running.state(),
-            "notes": self.running.notes(),
+            "notes": self.running.notes() | {"page faults a step": self.page_faults},
             "samples": self.running.samples,
         }
 
@@ -96,6 +105,10 @@ class Rank:
         gc.collect()
         give_back_free_memory()
         return {}
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's names for them

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import fnmatch
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -122,7 +123,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}")
     parser.add_argument("--steps", type=int, help=f"timed steps of a turn; default {STEPS}")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, nothing is written")
+    parser.add_argument("--own-heap", action="store_true", help="the heap as users have it, without mallopt")
     arguments = parser.parse_args()
+    if arguments.own_heap:
+        os.environ["BENCH_OWN_HEAP"] = "1"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the contenders go too
     command = " ".join(["python", "run.py", *sys.argv[1:]])
     for name in arguments.parts or ("kernels", *PARTS):
