@@ -64,3 +64,16 @@ def test_squares_are_added_to_four_sums_in_the_order_of_columns(dtype: type) -> 
     for j in range(24):
         expected[j % 4] += x[0, j] * x[0, j]
     assert np.array_equal(out, expected)
+
+
+@loop
+def _copied(x: np.ndarray, out: np.ndarray) -> None:
+    for c in range(0, whole(x.shape[1]), BLOCK):
+        put(out, 0, c, block(x, 1, c))
+
+
+def test_a_block_of_upper_halves_is_widened() -> None:
+    wide = np.random.default_rng(2).normal(size=(2, 16)).astype(np.float32).view(np.uint32)
+    out = np.empty((1, 16), np.float32)
+    _copied((wide >> 16).astype(np.uint16), out)
+    assert np.array_equal(out[0].view(np.uint32), wide[1] >> 16 << 16)
