@@ -30,7 +30,6 @@ import torch.distributed as dist
 from contender import Case, Contender, Running, part
 from measure import give_back_free_memory, sent_bytes
 
-
 OWN_HEAP = "BENCH_OWN_HEAP"
 """Variable of the environment with which each contender's heap is as users have it (``run.py --own-heap``)."""
 
