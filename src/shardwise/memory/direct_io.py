@@ -173,6 +173,22 @@ class DirectFile:
         if not self.is_direct:
             self._let_go(offset, data.nbytes)
 
+    def read_pages(self, data: Bytes, offset: int) -> None:
+        """Fill ``data`` from the file, for many small requests that need no spare memory.
+
+        Args:
+            data: The memory to fill, whose address and length are multiples of the alignment.
+            offset: Offset in the file, a multiple of the alignment.
+
+        Raises:
+            OSError: If the disk fails or reads fewer bytes.
+        """
+        moved = self._read((data,), offset)
+        if moved != data.nbytes:
+            raise OSError(errno.EIO, f"short read, {moved} of {data.nbytes} bytes")
+        if not self.is_direct:
+            self._let_go(offset, data.nbytes)
+
     def _parts(self, data: Bytes, spare: Bytes) -> tuple[int, Bytes]:
         """Return the number of bytes that the disk may take from ``data`` itself, and spare memory for the rest."""
         if not self.is_direct:

@@ -49,15 +49,23 @@ class _SeatFile(NamedTuple):
     kind: str
 
 
-def check_folder(path: Path) -> None:
+DISK_PATH = "offload.disk_path"
+"""Key of the configuration that names the folder of offloaded state."""
+
+
+def check_folder(path: Path, key: str = DISK_PATH) -> None:
     """Check that ``path`` is a folder.
+
+    Args:
+        path: the folder.
+        key: key of the configuration that names the folder, for the error.
 
     Raises:
         ConfigError: if it is not a folder, or does not exist.
     """
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
-        raise ConfigError(f"offload.disk_path: {path.absolute()} {what}; give a folder on a local disk")
+        raise ConfigError(f"{key}: {path.absolute()} {what}; give a folder on a local disk")
 
 
 class ScratchFolder:
@@ -69,18 +77,19 @@ class ScratchFolder:
         path: the folder.
         rank: number of this rank.
         local_ranks: number of ranks on this host.
+        key: key of the configuration that names the folder, for errors.
 
     Raises:
         ConfigError: if the folder cannot be used.
         UsageError: if another process uses the seat; the message names that process.
     """
 
-    def __init__(self, path: Path, rank: int, local_ranks: int) -> None:
+    def __init__(self, path: Path, rank: int, local_ranks: int, key: str = DISK_PATH) -> None:
         self.path = path = path.absolute()  # stays valid if the program changes its working directory
         self.files: dict[str, DirectFile] = {}
-        self._rank, self._local_ranks = rank, local_ranks
+        self._rank, self._local_ranks, self._key = rank, local_ranks, key
         self._locks: list[int] = []
-        check_folder(path)
+        check_folder(path, key)
         with self._held():
             self._seat, self._turn = self._claimed()
             try:
@@ -91,8 +100,8 @@ class ScratchFolder:
         memory = _memory_bytes(path)
         if memory is not None:
             _log.warning(
-                "offload.disk_path: %s is in memory (tmpfs, %s): state there takes the host's memory; give a folder on "
-                "a disk",
+                "%s: %s is in memory (tmpfs, %s): state there takes the host's memory; give a folder on a disk",
+                key,
                 path,
                 bytes_text(memory),
             )
@@ -128,7 +137,7 @@ class ScratchFolder:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise too_little(in_words(error)) from None
                 raise ConfigError(
-                    f"offload.disk_path: {in_words(error)}; look to the disk, or give another folder"
+                    f"{self._key}: {in_words(error)}; look to the disk, or give another folder"
                 ) from None
 
     def _too_little(
@@ -141,10 +150,31 @@ class ScratchFolder:
         fits = [fraction for fraction, size in shares.items() if needed * size <= free * own and not said]
         advice = f"set offload.fraction: {max(fits):g}, which fits, or " if fits else ""
         return ConfigError(
-            f"offload.disk_path: {self.path} needs {bytes_text(needed)} for "
+            f"{self._key}: {self.path} needs {bytes_text(needed)} for "
             f"{counted(self._local_ranks, 'rank')} of this host and has {bytes_text(free)}"
             f"{f' ({said})' if said else ''}; {advice}give a folder on a larger disk"
         )
+
+    def add(self, kind: str, size_bytes: int) -> DirectFile:
+        """Create one more file with its space reserved, while other files are in use.
+
+        Args:
+            kind: kind of the state in the file, a word that no other file has.
+            size_bytes: bytes of the file.
+
+        Raises:
+            OSError: if the file or its space cannot be had; no file is left behind.
+        """
+        assert re.fullmatch(r"\w+", kind) and kind != "lock" and kind not in self.files, f"kind {kind!r}"
+        made = self.files[kind] = DirectFile(self._path(self._seat, kind), size_bytes)
+        return made
+
+    def drop(self, kind: str) -> None:
+        """Close a file that nobody uses any more and remove it."""
+        file = self.files.pop(kind)
+        file.close()
+        if self._holds_seat():
+            file.path.unlink(missing_ok=True)
 
     def is_ours(self) -> bool:
         """Return True if the seat is held by this process: not ended, and not inherited by a fork."""
@@ -172,7 +202,7 @@ class ScratchFolder:
             return False
 
     def _close(self) -> None:
-        for file in self.files.values():
+        for file in list(self.files.values()):
             file.close()
         while self._locks:
             os.close(self._locks.pop())
@@ -186,7 +216,7 @@ class ScratchFolder:
             seat = f"rank{self._rank}{turn}"
             path = self._path(seat, "lock")
             descriptor = self._open(path)
-            if _locked(descriptor, path):
+            if _locked(descriptor, path, self._key):
                 self._locks.append(descriptor)
                 now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
                 os.ftruncate(descriptor, 0)
@@ -196,12 +226,10 @@ class ScratchFolder:
             os.close(descriptor)
             if not holder.startswith(f"{_this_process()} "):
                 raise UsageError(
-                    f"offload.disk_path: {self.path} is used by another run for its rank {self._rank} "
+                    f"{self._key}: {self.path} is used by another run for its rank {self._rank} "
                     f"({holder or 'it does not say which'}); stop it, or give each run a folder of its own"
                 )
-        raise UsageError(
-            f"offload.disk_path: {self.path}: this process has {number} engines with state there"
-        )
+        raise UsageError(f"{self._key}: {self.path}: this process has {number} engines with state there")
 
     def _remove_dead(self) -> None:
         """Remove the files of seats that no process holds, and files that an earlier holder of this seat left."""
@@ -215,7 +243,7 @@ class ScratchFolder:
             path = self._path(seat, "lock")
             descriptor = self._open(path)
             try:
-                if _locked(descriptor, path):
+                if _locked(descriptor, path, self._key):
                     # Remove the lock last (``_open`` may have created it): if this process is killed in between, the
                     # next process still finds the seat and removes the other files.
                     files = [each for each in entries if each.kind != "lock"]
@@ -233,7 +261,7 @@ class ScratchFolder:
                 entry.path.unlink(missing_ok=True)
             except OSError as error:
                 raise ConfigError(
-                    f"offload.disk_path: what a dead run left cannot be removed: {in_words(error)}; remove it, or "
+                    f"{self._key}: what a dead run left cannot be removed: {in_words(error)}; remove it, or "
                     "give another folder"
                 ) from None
 
@@ -257,7 +285,7 @@ class ScratchFolder:
         while True:
             descriptor = self._open(path)
             try:
-                if _locked(descriptor, path):
+                if _locked(descriptor, path, self._key):
                     try:
                         yield
                         return
@@ -268,7 +296,7 @@ class ScratchFolder:
             if time.monotonic() > deadline:
                 raise UsageError(
                     f"{path} has been held by another process for {_PATIENCE_S:.0f} s; is it stopped? End it, or give "
-                    "another offload.disk_path"
+                    f"another {self._key}"
                 )
             time.sleep(0.01)
 
@@ -282,12 +310,12 @@ class ScratchFolder:
             return descriptor
         except OSError as error:
             raise ConfigError(
-                f"offload.disk_path: no files can be made there: {in_words(error)}; give a folder that this "
+                f"{self._key}: no files can be made there: {in_words(error)}; give a folder that this "
                 "process may write into"
             ) from None
 
 
-def _locked(descriptor: int, path: Path) -> bool:
+def _locked(descriptor: int, path: Path, key: str) -> bool:
     """Return True if this process now holds the lock, and the locked file still has that name."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -295,7 +323,7 @@ def _locked(descriptor: int, path: Path) -> bool:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
         raise ConfigError(
-            f"offload.disk_path: {path.parent}: the file system has no locks ({in_words(error)}), by which "
+            f"{key}: {path.parent}: the file system has no locks ({in_words(error)}), by which "
             "runs keep apart; give a folder on a local disk"
         ) from None
     try:

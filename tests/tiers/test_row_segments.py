@@ -1,0 +1,458 @@
+"""Rows on disk: a row that is read is the row that was written last, or an error."""
+
+import errno
+import gc
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.base.errors import DamagedError, TierError
+from shardwise.kernels.tables import records
+from shardwise.memory.direct_io import DirectFile
+from shardwise.memory.leftovers import LEFTOVERS
+from shardwise.tiers import segment_index
+from shardwise.tiers.row_segments import RowSegments
+
+WIDTH, ROWS = 80, 5000
+SMALL = {"segment_bytes": 4 * 4096, "block_bytes": 4096}
+"""Segments of 176 rows of WIDTH bytes, so that a few thousand rows fill many."""
+
+
+def segments(folder: Path, width: int = WIDTH, rows: int = ROWS, threads: int = 3) -> RowSegments:
+    return RowSegments(folder, "table 'clicks'", width, rows, threads=threads, **SMALL)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[RowSegments]:
+    made = segments(tmp_path)
+    yield made
+    made.close()
+    assert os.listdir(tmp_path) == []
+
+
+def drawn(rows: Tensor, turn: int = 0, width: int = WIDTH) -> Tensor:
+    """Lines of rows that differ by row and turn."""
+    found = np.random.default_rng(turn).integers(0, 256, (len(rows), width), np.uint8)
+    found[:, :8] = rows.numpy().astype(np.int64).view(np.uint8).reshape(-1, 8)
+    return torch.from_numpy(found)
+
+
+def read(made: RowSegments, rows: Tensor) -> Tensor:
+    out = torch.zeros(len(rows), made.line_bytes, dtype=torch.uint8)
+    made.read(rows, out)
+    return out
+
+
+def without_numba(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(records, "has_numba", lambda: False)
+
+
+def without_direct(patch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: Path, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest)
+
+    patch.setattr(os, "open", refuse)
+
+
+@pytest.mark.parametrize("width", [2, 80, 81, 272, 1040, 5000])
+@pytest.mark.parametrize("change", [None, without_numba, without_direct])
+def test_rows_that_are_read_were_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+    change: Callable[[pytest.MonkeyPatch], None] | None,
+) -> None:
+    if change is not None:
+        change(monkeypatch)
+    block = {"segment_bytes": 2**16, "block_bytes": 2**13}
+    made = RowSegments(tmp_path, "table 't'", width, ROWS, threads=2, **block)
+    rows = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))[:600]
+    lines = torch.randint(0, 256, (600, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    for begin in range(0, 600, 250):
+        made.write(rows[begin : begin + 250], lines[begin : begin + 250])
+    for some in (torch.arange(600), torch.arange(599, -1, -7), torch.tensor([5, 5, 3]), torch.arange(0)):
+        assert torch.equal(read(made, rows[some]), lines[some])
+    assert made.rows_held() == 600
+    assert torch.equal(
+        made.holds(torch.arange(ROWS)), torch.zeros(ROWS, dtype=torch.bool).scatter(0, rows, True)
+    )
+    made.close()
+    made.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_compiled_sums_are_those_of_zlib() -> None:
+    for width in (1, 2, 4, 7, 80, 272, 1040):
+        size, n = records.record_bytes(width), 5
+        found, plain = np.ones((n, size), np.uint8), np.zeros((n, size), np.uint8)
+        rows = np.array([0, 1, 2**40, 2**62, 7])
+        lines = np.random.default_rng(width).integers(0, 256, (n, width), np.uint8)
+        records.pack(found, rows, lines, 2**33 + 5)
+        with pytest.MonkeyPatch.context() as patch:
+            without_numba(patch)
+            records.pack(plain, rows, lines, 2**33 + 5)
+            assert records.intact(found, 2**33 + 5).all()
+        assert np.array_equal(found, plain)
+        assert records.intact(found, 2**33 + 5).all()
+        assert not records.intact(found, 2**33 + 6).any(), "a record in another place is not right"
+
+
+def play(made: RowSegments, seed: int, operations: int) -> int:
+    """Run drawn writes, reads, removals, compactions and snapshots against a dictionary; return the rows of all."""
+    draw, held, done, turn = random.Random(seed), {}, 0, 0
+    while done < operations:
+        turn += 1
+        rows = torch.tensor(draw.sample(range(ROWS), draw.choice((1, 7, 60, 400))))
+        what = draw.choices(("write", "read", "remove", "compact", "snapshot"), (5, 5, 1, 2, 0.3))[0]
+        if what == "write":
+            lines = drawn(rows, seed * 1_000_003 + turn)
+            made.write(rows, lines)
+            held.update(zip(rows.tolist(), lines, strict=True))
+        elif what == "read":
+            known = torch.tensor([row in held for row in rows.tolist()])
+            assert torch.equal(made.holds(rows), known)
+            rows = rows[known]
+            if len(rows):
+                assert torch.equal(read(made, rows), torch.stack([held[row] for row in rows.tolist()]))
+        elif what == "remove":
+            made.remove(rows)
+            for row in rows.tolist():
+                held.pop(row, None)
+        elif what == "compact":
+            made.compact(draw.choice((1, 5000, 10**6)))
+        else:
+            check_snapshot(made, dict(held))
+        done += len(rows)
+        assert made.figures().rows == made.rows_held() == len(held)
+    while made.compact(10**6):
+        pass
+    assert_little_waste(made)
+    check_snapshot(made, held)
+    return done
+
+
+def assert_little_waste(made: RowSegments) -> None:
+    figures = made.figures()
+    assert figures.disk_bytes <= 2 * figures.live_bytes + 2 * made.shape.segment_bytes
+
+
+def check_snapshot(made: RowSegments, held: dict[int, Tensor]) -> None:
+    found: dict[int, Tensor] = {}
+    with made.snapshot() as parts:
+        for rows, lines in parts:
+            found.update(zip(rows.tolist(), lines, strict=True))
+    assert found.keys() == held.keys()
+    assert all(torch.equal(found[row], held[row]) for row in held)
+
+
+def test_drawn_operations_match_a_dictionary(made: RowSegments) -> None:
+    assert play(made, 0, 20_000) >= 20_000
+    assert made.figures().bytes_compacted > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_many_drawn_operations_match_a_dictionary(made: RowSegments, seed: int) -> None:
+    assert play(made, seed, 100_000) >= 100_000
+
+
+def test_reads_run_beside_writes_and_compaction(made: RowSegments) -> None:
+    """Each line holds its row and a turn, twice; a reader never sees a turn go back, nor a line of two turns."""
+    rows, over = torch.arange(1500), threading.Event()
+    turns = np.zeros(1500, np.int64)
+
+    def lines(turn: int, some: Tensor) -> Tensor:
+        found = np.zeros((len(some), WIDTH // 8), np.int64)
+        found[:, 0], found[:, 1:] = some.numpy(), turn
+        return torch.from_numpy(found.view(np.uint8))
+
+    made.write(rows, lines(0, rows))
+    errors: list[BaseException] = []
+
+    def look() -> None:
+        draw = np.random.default_rng(0)
+        try:
+            while not over.is_set():
+                some = torch.from_numpy(draw.permutation(1500)[:200])
+                found = read(made, some).numpy().view(np.int64)
+                assert (found[:, 0] == some.numpy()).all()
+                assert (found[:, 1:] == found[:, 1:2]).all()
+                assert (found[:, 1] >= turns[some]).all()
+                turns[some] = found[:, 1]
+        except BaseException as error:
+            errors.append(error)
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    draw = np.random.default_rng(1)
+    for turn in range(1, 150):
+        some = torch.from_numpy(draw.permutation(1500)[:300])
+        made.write(some, lines(turn, some))
+        made.compact(20_000)
+    over.set()
+    reader.join()
+    assert not errors, errors
+    assert made.figures().bytes_compacted > 0
+    assert turns.max() > 0
+
+
+def test_a_snapshot_does_not_change(made: RowSegments) -> None:
+    rows = torch.arange(1000)
+    first = drawn(rows)
+    made.write(rows, first)
+    made.remove(rows[900:])
+    with made.snapshot() as parts:
+        made.write(rows[:300], drawn(rows[:300], 1))
+        made.remove(rows[300:500])
+        found = {}
+        for count, (some, lines) in enumerate(parts):
+            found.update(zip(some.tolist(), lines, strict=True))
+            made.write(rows[500 + count * 10 : 510 + count * 10], drawn(rows[:10], 2))
+            assert made.compact(10**9) == 0, "the files of a snapshot stay"
+    assert sorted(found) == list(range(900))
+    assert all(torch.equal(found[row], first[row]) for row in found)
+    assert made.compact(10**9) > 0
+
+
+def test_writes_alone_keep_the_disk_below_twice_the_rows(made: RowSegments) -> None:
+    draw = np.random.default_rng(0)
+    for turn in range(150):
+        # Most rewritten rows are few and hot, so that segments differ in what is left of them.
+        some = torch.from_numpy(np.unique(draw.zipf(1.3, 400) % 3000))
+        made.write(some, drawn(some, turn))
+        assert_little_waste(made)
+    assert made.figures().bytes_compacted > 0
+
+
+def test_space_of_removed_rows_comes_back(made: RowSegments) -> None:
+    rows = torch.arange(3000)
+    made.write(rows, drawn(rows))
+    full = made.figures().disk_bytes
+    made.remove(rows[10:])
+    while made.compact(50_000):
+        pass
+    assert made.figures().disk_bytes <= 3 * made.shape.segment_bytes < full / 4
+    assert torch.equal(read(made, rows[:10]), drawn(rows)[:10])
+
+
+def test_a_row_that_is_removed_during_compaction_does_not_come_back(
+    made: RowSegments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.arange(1500)
+    made.write(rows, drawn(rows))
+    made.remove(rows[::2])
+    real = made._append
+
+    def meanwhile(some: np.ndarray, lines: np.ndarray, moved_from: np.ndarray | None = None) -> None:
+        if moved_from is not None and some.size:
+            made.remove(torch.from_numpy(some[:1]))
+            gone.append(int(some[0]))
+        real(some, lines, moved_from)
+
+    gone: list[int] = []
+    monkeypatch.setattr(made, "_append", meanwhile)
+    made.compact(10**9)
+    assert gone
+    assert not made.holds(torch.tensor(gone)).any()
+    left = torch.tensor(sorted(set(rows[1::2].tolist()) - set(gone)))
+    assert made.rows_held() == len(left)
+    assert torch.equal(read(made, left), drawn(rows)[left])
+
+
+def test_compaction_is_bounded_work(made: RowSegments) -> None:
+    rows = torch.arange(4000)
+    made.write(rows, drawn(rows))
+    made.remove(rows[1::2])
+    assert 0 < made.compact(1) <= 2 * 4096
+    done = made.compact(20_000)
+    assert 20_000 <= done < 20_000 + 2 * 4096
+
+
+def damage(path: Path, draw: random.Random) -> str:
+    """Change a file as a failing disk would, and return what was done."""
+    size = path.stat().st_size
+    what = draw.choice(("bit", "bit", "cut", "zeros", "moved"))
+    with open(path, "r+b") as file:
+        at = draw.randrange(size)
+        if what == "cut":
+            file.truncate(at)
+            return f"cut at {at}"
+        if what == "bit":
+            file.seek(at)
+            byte = file.read(1)[0] ^ (1 << draw.randrange(8))
+            file.seek(at)
+            file.write(bytes([byte]))
+            return f"bit at {at}"
+        page = at // 4096 * 4096
+        file.seek(draw.randrange(size // 4096) * 4096)
+        other = file.read(4096) if what == "moved" else bytes(4096)
+        file.seek(page)
+        file.write(other)
+        return f"{what} at {page}"
+
+
+def fault(folder: Path, seed: int) -> bool:
+    """Damage one file of drawn segments; return whether anybody noticed. Other bytes are an assertion error."""
+    draw = random.Random(seed)
+    made = segments(folder)
+    try:
+        rows = torch.arange(1200)
+        made.write(rows, drawn(rows))
+        some = torch.tensor(draw.sample(range(1200), 500))
+        made.write(some, drawn(some, 1))
+        held = drawn(rows)
+        held[some] = drawn(some, 1)
+        done = damage(draw.choice(sorted(folder.glob("*.segment_*"))), draw)
+        noticed = False
+        for turn in range(12):
+            part = torch.tensor(draw.sample(range(1200), 150))
+            try:
+                if turn == 6:
+                    made.remove(rows[part])
+                    held[part] = 0
+                    made.compact(draw.choice((30_000, 10**7)))
+                elif turn == 9:
+                    with made.snapshot() as parts:
+                        for found, lines in parts:
+                            assert torch.equal(lines, held[found]), done
+                else:
+                    part = part[made.holds(part)]
+                    assert torch.equal(read(made, part), held[part]), done
+            except DamagedError as error:
+                noticed = True
+                assert "table 'clicks': segment /" in str(error)
+                assert "resume from the last checkpoint" in str(error)
+        return noticed
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_damaged_file_is_an_error_or_does_not_matter(tmp_path: Path, seed: int) -> None:
+    fault(tmp_path, seed)
+
+
+@pytest.mark.soak
+def test_many_damaged_files_are_errors_or_do_not_matter(tmp_path: Path) -> None:
+    noticed = sum(fault(tmp_path, seed) for seed in range(8, 400))
+    assert noticed > 200, "most faults hit a row that is read"
+
+
+def test_a_missing_write_is_noticed(made: RowSegments, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that confirms a write and does not do it leaves zeros, or the record of another time."""
+    rows = torch.arange(600)
+    monkeypatch.setattr(DirectFile, "write", lambda self, data, offset, spare: None)
+    made.write(rows, drawn(rows))
+    with pytest.raises(DamagedError, match="segment .*shardwise.rank0.segment_1, row .* bytes are not those"):
+        read(made, rows)
+
+
+def test_a_short_read_names_the_segment(made: RowSegments, tmp_path: Path) -> None:
+    rows = torch.arange(600)
+    made.write(rows, drawn(rows))
+    os.truncate(tmp_path / "shardwise.rank0.segment_2", 4096)
+    with pytest.raises(DamagedError, match="table 'clicks': segment .*segment_2.*cut short"):
+        read(made, rows)
+
+
+def test_a_failing_disk_is_not_called_damage(made: RowSegments, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.arange(600)
+    made.write(rows, drawn(rows))
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectFile, "_read", fail)
+        with pytest.raises(
+            TierError, match="segment_.*: read of .*Input/output error; look to the disk"
+        ) as found:
+            read(made, rows)
+    assert not isinstance(found.value, DamagedError)
+    assert torch.equal(read(made, rows), drawn(rows))
+
+
+@pytest.mark.parametrize("where", ["file", "block"])
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EMFILE])
+def test_nothing_is_lost_on_a_full_disk(
+    made: RowSegments, monkeypatch: pytest.MonkeyPatch, where: str, reason: int
+) -> None:
+    rows = torch.arange(ROWS)
+    old, new = drawn(rows), drawn(rows, 1)
+    made.write(rows[:1000], old[:1000])
+
+    def full(*_: object) -> None:
+        raise OSError(reason, os.strerror(reason))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectFile, "__init__" if where == "file" else "write", full)
+        for _ in range(2):
+            with pytest.raises(TierError, match=f"{os.strerror(reason)}.*no row is lost"):
+                made.write(rows, new)
+            found = read(made, rows[:1000])
+            is_new = (found == new[:1000]).all(1)
+            assert (is_new | (found == old[:1000]).all(1)).all(), "a row is as it was, or as it was given"
+    made.write(rows, new)
+    assert torch.equal(read(made, rows), new)
+
+
+def test_a_full_disk_during_compaction_loses_nothing(
+    made: RowSegments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.arange(3000)
+    made.write(rows, drawn(rows))
+    made.remove(rows[::2])
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DirectFile, "__init__", full)
+        with pytest.raises(TierError, match="No space left"):
+            made.compact(10**9)
+        assert torch.equal(read(made, rows[1::2]), drawn(rows)[1::2])
+    while made.compact(10**9):
+        pass
+    assert torch.equal(read(made, rows[1::2]), drawn(rows)[1::2])
+
+
+def test_a_closed_one_refuses(tmp_path: Path) -> None:
+    made = segments(tmp_path)
+    made.close()
+    for call in (
+        lambda: made.write(torch.arange(1), drawn(torch.arange(1))),
+        lambda: read(made, torch.arange(1)),
+        lambda: made.compact(1),
+    ):
+        with pytest.raises(TierError, match="table 'clicks': its rows on disk were closed"):
+            call()
+
+
+def test_files_of_dropped_segments_go(tmp_path: Path) -> None:
+    made = segments(tmp_path)
+    made.write(torch.arange(600), drawn(torch.arange(600)))
+    del made
+    gc.collect()
+    LEFTOVERS.end_dropped()
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_index_takes_memory_by_the_piece(tmp_path: Path) -> None:
+    made = RowSegments(tmp_path, "table 't'", 8, 2**33, **SMALL)
+    assert made.figures().index_bytes < 2**15
+    far = torch.tensor([0, 2**32, 2**33 - 1])
+    made.write(far, drawn(far, 0, 8))
+    assert torch.equal(read(made, far), drawn(far, 0, 8))
+    assert made.figures().index_bytes < 3 * segment_index._PIECE_BYTES + 2**15
+    made.close()
