@@ -11,7 +11,7 @@ turns. All of them get rows and lines as arrays and return lines in one array.
     cached     the same file by way of the page cache: pread and pwrite of a line. With a file smaller than memory it
                measures the cache and no disk
     ours       RowSegments: append, index, CRC-32 of each record compared, compaction after each write as in a step
-    rocksdb    RocksDB, if ``rocksdict`` is installed: direct reads, no log ahead, a block cache of 8 MiB, no compression
+    rocksdb    RocksDB, if ``rocksdict`` is installed: direct reads, no log, block cache of 8 MiB, no compression
 
 ``--json FILE`` writes the figures too.
 """

@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.base.errors import DamagedError, TierError
+from shardwise.base.errors import ConfigError, DamagedError, TierError
 from shardwise.kernels.tables import records
 from shardwise.memory.direct_io import DirectFile
 from shardwise.memory.leftovers import LEFTOVERS
@@ -425,6 +426,33 @@ def test_a_full_disk_during_compaction_loses_nothing(
     while made.compact(10**9):
         pass
     assert torch.equal(read(made, rows[1::2]), drawn(rows)[1::2])
+
+
+def test_a_folder_that_vanishes(tmp_path: Path) -> None:
+    """Files stay open, so rows that were written can be read; a further segment cannot be made, and that is said."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    made = segments(folder)
+    rows = torch.arange(ROWS)
+    made.write(rows[:1000], drawn(rows)[:1000])
+    shutil.rmtree(folder)
+    with pytest.raises(
+        TierError, match="cannot hold a further segment.*No such file or directory.*no row is lost"
+    ):
+        made.write(rows, drawn(rows))
+    assert torch.equal(read(made, rows[:1000]), drawn(rows)[:1000])
+    made.close()
+
+
+def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="tables.defaults.tiers.disk: .*/none does not exist; give a folder"
+    ):
+        segments(tmp_path / "none")
+    if os.getuid():
+        tmp_path.chmod(0o500)
+        with pytest.raises(ConfigError, match="tables.defaults.tiers.disk: no files can be made there"):
+            segments(tmp_path)
 
 
 def test_a_closed_one_refuses(tmp_path: Path) -> None:

@@ -95,6 +95,9 @@ class Hardware:
     """What ranks of one host take from one another."""
     row_bytes_s: float = 4e9
     """Bytes of scattered rows of embedding tables that are read and written per second."""
+    disk_request_s: float = 50e-6
+    """Seconds of one read of a page at a random place of the disk while several are under way: the inverse of the
+    reads per second."""
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Factors on seconds for the low and the high end of a price, by use of the time (plan/timeline.py), if the rates
     were measured; empty: the default spread (simulate/price.py)."""

@@ -86,7 +86,7 @@ _SCHEMA: Mapping[str, Any] = {
     "memory": {
         "device": {"size": "B", "rate": "B/s", "reached": _SHARE},
         "host": {"size": "B", "rate": "B/s", "reached": _SHARE},
-        "disk": {"size": "B", "rate": "B/s", "reached": _SHARE},
+        "disk": {"size": "B", "rate": "B/s", "reached": _SHARE, "request": "s"},
     },
     "links": {
         level: {"rate": "B/s", "reached": _SHARE, "latency": "s", "taken": _SHARE, "groups": _GROUPS}
@@ -163,6 +163,7 @@ class DeviceTable(NamedTuple):
             operations=of("operations"),
             neighbours=Neighbours(*(cast(Any, figures.get(name, ())) for name in Neighbours._fields)),
             row_bytes_s=number("rows", 4e9),
+            disk_request_s=number("memory.disk.request", 50e-6),
             exchanges=of("exchanges"),
             spread=of("spread"),
             sources=self.sources,
@@ -428,6 +429,7 @@ def plain_hardware(hardware: Hardware) -> dict[str, Any]:
     }
     for tier, size in hardware.memory_bytes.items():
         memory.setdefault(tier, {})["size"] = f"{size} B"
+    memory.setdefault("disk", {})["request"] = _text(hardware.disk_request_s, "s")
     links: dict[str, dict[str, Any]] = {}
     for level, link in hardware.links.items():
         links[level] = {"rate": _text(link.bytes_s, "B/s"), "latency": _text(link.latency_s, "s")}

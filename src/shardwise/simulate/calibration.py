@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.base.errors import ConfigError, RankError
-from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware, Link, Neighbours, Product
+from shardwise.base.hardware import Hardware, Link, Neighbours, Product
 from shardwise.base.hardware_files import plain_hardware, read_table, shipped_tables, with_source
 from shardwise.base.regular_files import read_small_file, write_small_file
 from shardwise.base.strict_json import StrictModel, read_object, validated
 from shardwise.base.words import in_words
-from shardwise.simulate.rates import measured_hardware
+from shardwise.simulate.rates import DiskRates, assumed_disk, measured_hardware
 from shardwise.simulate.work import Work
 from shardwise.tiers.scratch_folder import check_folder
 
@@ -245,6 +245,7 @@ def _hardware(figures: Mapping[str, Any], machine: Machine) -> Hardware:
     exchanges, operations = figures["exchanges"], figures["operations"]
     memory = operations["arithmetic"][-1][1]
     spread = {use: tuple(ends) for use, ends in figures["spread"].items()}
+    disk = assumed_disk() if figures["disk"] is None else DiskRates(*figures["disk"])
     copied, seconds = exchanges["all_gather"][-1]
     hardware = Hardware(
         "cpu",
@@ -254,7 +255,7 @@ def _hardware(figures: Mapping[str, Any], machine: Machine) -> Hardware:
         memory_bytes_s={
             "device": memory,
             "host": memory,
-            "disk": figures["disk"] or ASSUMED_HARDWARE.memory_bytes_s["disk"],
+            "disk": disk.bytes_s,
         },
         links={
             "device": Link(memory, 0.0),
@@ -266,10 +267,11 @@ def _hardware(figures: Mapping[str, Any], machine: Machine) -> Hardware:
         ending_action_s=figures["ending_action"],
         operations=_tables(operations),
         row_bytes_s=figures["rows"],
+        disk_request_s=disk.request_s,
         spread=spread | {use: spread[measured] for use, measured in _SPREAD_OF.items()},
         exchanges=_tables(exchanges),
         sources={"links.cluster": "assumed: a port of 10 Gbit/s"}
-        | ({} if figures["disk"] else {"memory.disk.rate": "assumed"}),
+        | ({} if figures["disk"] else {"memory.disk.rate": "assumed", "memory.disk.request": "assumed"}),
     )
     unevenness = tuple((worked, min(max(share, 1e-4), 1.0)) for worked, share in figures["unevenness"])
     hardware = replace(hardware, neighbours=Neighbours(unevenness, _pass_factors(figures, hardware)))

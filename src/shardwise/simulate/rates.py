@@ -10,20 +10,25 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware, even_hardware
 from shardwise.base.words import bytes_text, in_words
-from shardwise.memory.direct_io import DirectFile, aligned_empty, bytes_of
+from shardwise.memory.direct_io import ALIGNMENT_BYTES, Bytes, DirectFile, aligned_empty, bytes_of
 from shardwise.observe.flops import measured_peak, peak_of
 from shardwise.precision.policy import NAMES
 from shardwise.tiers.scratch_folder import check_folder
 
 _BYTES = 32 << 20
 _ROUNDS = 3
+_PAGES, _DISK_THREADS = 512, 4
+"""Pages that are read at random places, and threads that read them, as many as read rows of tables."""
 _REACHED = 0.5
 """Share of a device's data-sheet peak that products of a step reach."""
 
@@ -40,24 +45,25 @@ def measured_hardware(device: torch.device, dtype: torch.dtype, disk_path: Path 
         ConfigError: if the folder cannot be used.
     """
     host = _copy_rate(torch.device("cpu"), torch.device("cpu"))
-    disk = ASSUMED_HARDWARE.memory_bytes_s["disk"] if disk_path is None else disk_rate(disk_path)
+    disk = assumed_disk() if disk_path is None else measured_disk(disk_path)
     if device.type == "cpu":
         # One rank copies data into shared memory and another copies it out, and both copies read and write.
         flops_s, near, link, exchange = measured_peak(dtype), host, host, host / 4
     else:
         flops_s, near = (peak_of(device, dtype) or 100e12) * _REACHED, _copy_rate(device, device)
         link = exchange = _copy_rate(torch.device("cpu"), device) / 2
-    return even_hardware(
+    found = even_hardware(
         f"{device.type}, measured here",
         flops_s,
         host_bytes_s=host,
         device_bytes_s=near,
         link_bytes_s=link,
-        disk_bytes_s=disk,
+        disk_bytes_s=disk.bytes_s,
         exchange_bytes_s=exchange,
         dtypes=[NAMES[dtype]],
         source="measured here, in about a second",
     )
+    return replace(found, disk_request_s=disk.request_s)
 
 
 def _copy_rate(source: torch.device, target: torch.device) -> float:
@@ -74,8 +80,22 @@ def _copy_rate(source: torch.device, target: torch.device) -> float:
     return 2 * _BYTES / _best_s(copy)
 
 
-def disk_rate(folder: Path) -> float:
-    """Return the bytes read or written per second in a folder.
+class DiskRates(NamedTuple):
+    """Rates of a disk."""
+
+    bytes_s: float
+    """Bytes of large blocks read or written per second."""
+    request_s: float
+    """Seconds of one read of a page at a random place while several are under way."""
+
+
+def assumed_disk() -> DiskRates:
+    """Return the rates of the disk of ``ASSUMED_HARDWARE``."""
+    return DiskRates(ASSUMED_HARDWARE.memory_bytes_s["disk"], ASSUMED_HARDWARE.disk_request_s)
+
+
+def measured_disk(folder: Path) -> DiskRates:
+    """Measure the rates of the disk of a folder.
 
     Raises:
         ConfigError: if the folder cannot be used.
@@ -88,6 +108,7 @@ def disk_rate(folder: Path) -> float:
             spare = bytes_of(aligned_empty(1 << 20, torch.uint8))
             write_s = _best_s(lambda: file.write(data, 0, spare))
             read_s = _best_s(lambda: file.read(data, 0, spare))
+            request_s = _best_s(lambda: _read_pages(file, data)) / _PAGES
     except OSError as error:
         raise ConfigError(
             f"offload.disk_path: {in_words(error)}, where the disk's rate is measured with a file of "
@@ -96,7 +117,20 @@ def disk_rate(folder: Path) -> float:
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
-    return 2 * _BYTES / (write_s + read_s)
+    return DiskRates(2 * _BYTES / (write_s + read_s), request_s)
+
+
+def _read_pages(file: DirectFile, into: Bytes) -> None:
+    """Read pages at random places on threads."""
+    pages = torch.randperm(_BYTES // ALIGNMENT_BYTES)[:_PAGES].tolist()
+
+    def read(first: int) -> None:
+        for place in range(first, _PAGES, _DISK_THREADS):
+            begin = place * ALIGNMENT_BYTES
+            file.read_pages(into[begin : begin + ALIGNMENT_BYTES], pages[place] * ALIGNMENT_BYTES)
+
+    with ThreadPoolExecutor(_DISK_THREADS) as pool:
+        list(pool.map(read, range(_DISK_THREADS)))
 
 
 def _best_s(run: Callable[[], object]) -> float:

@@ -27,8 +27,10 @@ from shardwise.tiers.segment_file import SegmentFile, SegmentFiles, SegmentShape
 
 __all__ = ["SegmentReader"]
 
-_GAP_PAGES = 2
-_REQUEST_PAGES = 64
+GAP_PAGES = 2
+"""Most pages between two records that are read with them, so that there is one request instead of two."""
+REQUEST_PAGES = 64
+"""Most pages of a request, except for the end of its last record."""
 _JOB_BYTES, _LEAST_JOB_BYTES = 2**20, 2**16
 
 
@@ -69,8 +71,8 @@ def planned(shape: SegmentShape, positions: Numbers, threads: int) -> RecordRead
     begins = np.ones(len(positions), np.bool_)
     begins[1:] = (
         (slots[1:] != slots[:-1])
-        | (low[1:] > high[:-1] + _GAP_PAGES)
-        | (low[1:] // _REQUEST_PAGES != low[:-1] // _REQUEST_PAGES)
+        | (low[1:] > high[:-1] + GAP_PAGES)
+        | (low[1:] // REQUEST_PAGES != low[:-1] // REQUEST_PAGES)
     )
     first = np.flatnonzero(begins)
     last = np.append(first[1:], len(positions)) - 1
@@ -164,7 +166,7 @@ class SegmentReader:
     @property
     def nbytes(self) -> int:
         """Bytes of the memory that is kept for jobs, at most."""
-        return self._spares.qsize() * (_JOB_BYTES + (_REQUEST_PAGES + 2) * ALIGNMENT_BYTES)
+        return self._spares.qsize() * (_JOB_BYTES + (REQUEST_PAGES + 2) * ALIGNMENT_BYTES)
 
     def close(self) -> None:
         """End the threads after the jobs under way."""

@@ -1,6 +1,6 @@
-"""Cost of state on a tier: bytes of a step that move, or are updated on the tier.
+"""Cost of state on a tier: bytes of a step that move, or are updated on the tier; requests for rows on a disk.
 
-A test compares the formulas with counted bytes.
+Tests compare the formulas with counted bytes and requests.
 
 Of a bucket with E owned elements, w, g, m bytes of a weight, a gradient, a master or moment each, M moments, n windows
 of its Unit in a step:
@@ -15,13 +15,26 @@ of its Unit in a step:
     microbatch
 
 A master that is the weight itself counts once. On CPU ranks nothing goes up or down: device and host are one.
+
+Of n rows read at once from segments with r records of b bytes on P = r b / 4096 pages (``segment_reader.py``):
+
+    pages touched        t = P (1 - exp(-n (1 + (b - 1) / 4096) / P))
+    requests             t (1 - t / P)^3 / (1 + (b - 1) / 4096)     one begins where 3 pages before it are not touched
+    pages read           t + P (t / P)^2 ((1 - t / P) + 2 (1 - t / P)^2)     with gaps of at most 2 pages
+    seconds              requests · (request_s - 4096 / rate) + pages read · 4096 / rate
 """
 
+import math
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
+from shardwise.base.hardware import Hardware
+from shardwise.kernels.tables.records import record_bytes
+from shardwise.memory.direct_io import ALIGNMENT_BYTES
 from shardwise.plan.action import Kind
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import RankClass
+from shardwise.tiers.segment_reader import GAP_PAGES, REQUEST_PAGES
 
 
 @dataclass
@@ -119,3 +132,47 @@ def unit_traffic(ranks: RankClass, mesh: Mesh) -> list[TierTraffic]:
         found.gradients_written += grad * leaves * (1 + comes_back)
         found.gradients_read += grad * comes_back
     return by_unit
+
+
+class RowReads(NamedTuple):
+    """Requests to the disk for rows of embedding tables."""
+
+    requests: float
+    """Requests."""
+    pages: float
+    """Pages of all requests."""
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Return the seconds of the requests."""
+        page_s = ALIGNMENT_BYTES / hardware.memory_bytes_s["disk"]
+        return self.requests * max(hardware.disk_request_s - page_s, 0.0) + self.pages * page_s
+
+
+def row_reads(rows: float, held: float, line_bytes: int) -> RowReads:
+    """Return the expected requests for rows at random places of the disk.
+
+    Args:
+        rows: Rows read at once.
+        held: Rows that the disk holds.
+        line_bytes: Bytes of a row's line.
+    """
+    record = record_bytes(line_bytes)
+    span = 1 + (record - 1) / ALIGNMENT_BYTES
+    pages = max(held * record / ALIGNMENT_BYTES, span)
+    touched = pages * -math.expm1(-rows * span / pages)
+    share = touched / pages
+    other = 1 - share
+    read = touched + pages * share**2 * sum(gap * other**gap for gap in range(1, GAP_PAGES + 1))
+    return RowReads(max(touched * other ** (GAP_PAGES + 1) / span, read / REQUEST_PAGES), read)
+
+
+def row_write_s(rows: float, line_bytes: int, hardware: Hardware, written: float = 2.0) -> float:
+    """Return the seconds in which the disk writes rows back.
+
+    Args:
+        rows: Rows written.
+        line_bytes: Bytes of a row's line.
+        hardware: Rates of the disk.
+        written: Bytes that the disk reads and writes for each byte of a row, with compaction.
+    """
+    return hardware.touched_s(rows * record_bytes(line_bytes) * written, "disk")

@@ -56,7 +56,7 @@ from shardwise.simulate.measurements import (
     times,
     united,
 )
-from shardwise.simulate.rates import disk_rate
+from shardwise.simulate.rates import measured_disk
 from shardwise.simulate.storages import LiveBytes
 
 _SWEEPS = 3
@@ -144,7 +144,7 @@ def measured(world: World, disk: Path | None) -> dict[str, Any]:
         "work": passes.counted(),
         **python._asdict(),
         "spread": ends,
-        "disk": None if disk is None else disk_rate(disk),
+        "disk": None if disk is None else list(measured_disk(disk)),
     }
 
 
