@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from shardwise.memory.direct_io import DirectFile
 from shardwise.memory.leftovers import LEFTOVERS
 from shardwise.tiers import segment_index
 from shardwise.tiers.row_segments import RowSegments
+from tests.tiers.segment_faults import HONEST, LYING, campaign, killed_writer, limited
 
 WIDTH, ROWS = 80, 5000
 SMALL = {"segment_bytes": 4 * 4096, "block_bytes": 4096}
@@ -348,6 +350,32 @@ def test_a_damaged_file_is_an_error_or_does_not_matter(tmp_path: Path, seed: int
 def test_many_damaged_files_are_errors_or_do_not_matter(tmp_path: Path) -> None:
     noticed = sum(fault(tmp_path, seed) for seed in range(8, 400))
     assert noticed > 200, "most faults hit a row that is read"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_failing_disk_gives_right_bytes_or_an_error(tmp_path: Path, seed: int) -> None:
+    assert sum(campaign(tmp_path, seed).values())
+
+
+@pytest.mark.soak
+def test_many_failing_disks_give_right_bytes_or_errors(tmp_path: Path) -> None:
+    happened = sum((campaign(tmp_path, seed) for seed in range(4, 320)), Counter[str]())
+    assert min(happened[each] for each in (*HONEST, *LYING, "damaged", "failed")) > 20, happened
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_files_of_a_killed_writer_go(tmp_path: Path, seed: int) -> None:
+    killed_writer(tmp_path, seed)
+
+
+@pytest.mark.soak
+def test_files_of_many_killed_writers_go(tmp_path: Path) -> None:
+    for seed in range(2, 60):
+        killed_writer(tmp_path, seed)
+
+
+def test_a_limit_of_the_size_of_files(tmp_path: Path) -> None:
+    limited(tmp_path, 0)
 
 
 def test_a_missing_write_is_noticed(made: RowSegments, monkeypatch: pytest.MonkeyPatch) -> None:
