@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import DamagedError, TierError
+from shardwise.memory import page_reads
 from shardwise.memory.direct_io import Bytes, DirectFile, aligned_empty, bytes_of
 from shardwise.tiers.row_segments import RowSegments
 
@@ -142,7 +143,7 @@ def campaign(folder: Path, seed: int) -> Counter[str]:
         return False
 
     made = RowSegments(folder, "table 't'", WIDTH, ROWS, threads=2, **SMALL)
-    with disk.patched():
+    with disk.patched(), patch.object(page_reads, "has_numba", lambda: False):
         for turn in range(60):
             rows = torch.tensor(draw.sample(range(ROWS), draw.choice((5, 80, 300))))
             what = draw.choices(("write", "read", "remove", "compact", "save"), (5, 5, 1, 2, 0.5))[0]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, DamagedError, TierError
 from shardwise.kernels.tables import records
+from shardwise.memory import page_reads
 from shardwise.memory.direct_io import DirectFile
 from shardwise.memory.leftovers import LEFTOVERS
 from shardwise.tiers import segment_index
@@ -55,6 +56,7 @@ def read(made: RowSegments, rows: Tensor) -> Tensor:
 
 def without_numba(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(records, "has_numba", lambda: False)
+    patch.setattr(page_reads, "has_numba", lambda: False)
 
 
 def without_direct(patch: pytest.MonkeyPatch) -> None:
@@ -404,6 +406,7 @@ def test_a_failing_disk_is_not_called_damage(made: RowSegments, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         patch.setattr(DirectFile, "_read", fail)
+        patch.setattr(page_reads, "has_numba", lambda: False)
         with pytest.raises(
             TierError, match="segment_.*: read of .*Input/output error; look to the disk"
         ) as found:

@@ -132,6 +132,11 @@ class DirectFile:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             self.is_direct = False
 
+    @property
+    def descriptor(self) -> int:
+        """Descriptor of the open file, -1 after ``close``."""
+        return self._descriptor
+
     def size_bytes(self) -> int:
         """Return the present size of the file."""
         return os.fstat(self._descriptor).st_size

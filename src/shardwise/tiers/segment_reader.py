@@ -6,7 +6,8 @@
     jobs                 |---------------- 1 MiB --------------|  one thread each: its requests, then its CRCs
 
 A request reads whole pages past the page cache into memory of its job. Then a compiled loop checks the CRC and the row
-of each record and copies the line to the caller's memory, so a wrong byte reaches nobody.
+of each record and copies the line to the caller's memory, so a wrong byte reaches nobody. Both run without the
+interpreter's lock (``memory/page_reads.py``).
 
 Cost:  a request for each record that is far from others: 4 or 8 KiB for a line of a few hundred bytes; memory of about
        2 MiB for each job under way, which is kept.
@@ -23,6 +24,7 @@ import torch
 
 from shardwise.kernels.tables.records import Bytes, Numbers, collect
 from shardwise.memory.direct_io import ALIGNMENT_BYTES, aligned_empty, bytes_of
+from shardwise.memory.page_reads import read_many
 from shardwise.tiers.segment_file import SegmentFile, SegmentFiles, SegmentShape
 
 __all__ = ["SegmentReader"]
@@ -38,14 +40,14 @@ _JOB_BYTES, _LEAST_JOB_BYTES = 2**20, 2**16
 class RecordReads:
     """Requests for sorted records, and the jobs that they belong to."""
 
-    slots: list[int]
-    """Slot of each request."""
-    offsets: list[int]
-    """Offset of each request in its file."""
-    sizes: list[int]
-    """Bytes of each request."""
-    places: list[int]
-    """Offset of each request in its job's memory."""
+    slots: Numbers
+    """Slot of each request: [requests]."""
+    offsets: Numbers
+    """Offset of each request in its file: [requests]."""
+    sizes: Numbers
+    """Bytes of each request: [requests]."""
+    places: Numbers
+    """Offset of each request in its job's memory: [requests]."""
     starts: Numbers
     """Offset of each record in its job's memory: [n]."""
     request_jobs: list[tuple[int, int]]
@@ -88,10 +90,10 @@ def planned(shape: SegmentShape, positions: Numbers, threads: int) -> RecordRead
     starts = places[request_of] + offsets - low[first][request_of] * ALIGNMENT_BYTES
     cut_records = np.append(first[cuts[:-1]], len(positions))
     return RecordReads(
-        slots[first].tolist(),
-        (low[first] * ALIGNMENT_BYTES).tolist(),
-        sizes.tolist(),
-        places.tolist(),
+        slots[first],
+        low[first] * ALIGNMENT_BYTES,
+        sizes,
+        places,
         starts,
         list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)),
         list(zip(cut_records[:-1].tolist(), cut_records[1:].tolist(), strict=True)),
@@ -145,7 +147,7 @@ class SegmentReader:
         ascending = positions[order]
         reads = planned(self._shape, ascending, self._threads)
         self.requests += len(reads.sizes)
-        self.bytes_read += sum(reads.sizes)
+        self.bytes_read += int(reads.sizes.sum())
         job = _ReadJob(self._files, self._shape, segments, reads, ascending, rows[order], out, places[order])
         if len(reads.request_jobs) == 1:
             self._run(job, 0)
@@ -189,10 +191,13 @@ class _ReadJob:
     def run(self, number: int, spare: Bytes) -> None:
         """Read the pages of one job, check its records and copy their lines."""
         reads = self.reads
-        for each in range(*reads.request_jobs[number]):
-            place = reads.places[each]
-            into = spare[place : place + reads.sizes[each]]
-            self.files.read_pages(self.segments[reads.slots[each]], into, reads.offsets[each])
+        some = slice(*reads.request_jobs[number])
+        asked = [self.segments[slot] for slot in reads.slots[some].tolist()]
+        places, sizes, offsets = reads.places[some], reads.sizes[some], reads.offsets[some]
+        done = read_many([segment.file for segment in asked], spare, places, sizes, offsets)
+        for each in range(done, len(asked)):
+            into = spare[places[each] : places[each] + sizes[each]]
+            self.files.read_pages(asked[each], into, int(offsets[each]))
         begin, end = reads.record_jobs[number]
         positions, rows = self.positions[begin:end], self.rows[begin:end]
         slots = positions // self.shape.per_segment
