@@ -127,7 +127,7 @@ def campaign(folder: Path, seed: int) -> Counter[str]:
     """
     draw = random.Random(seed)
     faults = HONEST if seed % 2 else (*HONEST, *LYING)
-    disk = FailingDisk(draw, draw.choice((0.01, 0.05)), faults)
+    disk = FailingDisk(draw, draw.choice((0.03, 0.1)), faults)
     expected, errors = Expected(), Counter[str]()
 
     def tried(call: Callable[[], object]) -> bool:

@@ -6,8 +6,8 @@
     jobs                 |---------------- 1 MiB --------------|  one thread each: its requests, then its CRCs
 
 A request reads whole pages past the page cache into memory of its job. Then a compiled loop checks the CRC and the row
-of each record and copies the line to the caller's memory, so a wrong byte reaches nobody. Both run without the
-interpreter's lock (``memory/page_reads.py``).
+of each record and copies the line to the caller's memory, so no caller gets a wrong byte. Requests
+and checks run without the interpreter's lock (``memory/page_reads.py``).
 
 Cost:  a request for each record that is far from others: 4 or 8 KiB for a line of a few hundred bytes; memory of about
        2 MiB for each job under way, which is kept.

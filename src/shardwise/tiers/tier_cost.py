@@ -16,12 +16,14 @@ of its Unit in a step:
 
 A master that is the weight itself counts once. On CPU ranks nothing goes up or down: device and host are one.
 
-Of n rows read at once from segments with r records of b bytes on P = r b / 4096 pages (``segment_reader.py``):
+Of n rows read at once from segments with r records of b bytes, s = b / 4096, two neighbours have k other records between
+them with probability p (1 - p)^k, p = n / r. They are in one request if at most 2 pages lie between them, which for
+records at any place in a page has probability j(k) = 1 - (k s - 3), cut to 0 and 1 (``segment_reader.py``):
 
-    pages touched        t = P (1 - exp(-n (1 + (b - 1) / 4096) / P))
-    requests             t (1 - t / P)^3 / (1 + (b - 1) / 4096)     one begins where 3 pages before it are not touched
-    pages read           t + P (t / P)^2 ((1 - t / P) + 2 (1 - t / P)^2)     with gaps of at most 2 pages
-    seconds              requests · (request_s - 4096 / rate) + pages read · 4096 / rate
+    apart        a = 1 - sum over k of p (1 - p)^k j(k)
+    pages        n (a (1 + s) + sum over k of p (1 - p)^k j(k) (k + 1) s)
+    requests     n a + pages / 64 (1 - a)                                 a request has at most 64 pages
+    seconds      requests · (request_s - 4096 / rate) + pages · 4096 / rate
 """
 
 import math
@@ -156,14 +158,17 @@ def row_reads(rows: float, held: float, line_bytes: int) -> RowReads:
         held: Rows that the disk holds.
         line_bytes: Bytes of a row's line.
     """
-    record = record_bytes(line_bytes)
-    span = 1 + (record - 1) / ALIGNMENT_BYTES
-    pages = max(held * record / ALIGNMENT_BYTES, span)
-    touched = pages * -math.expm1(-rows * span / pages)
-    share = touched / pages
-    other = 1 - share
-    read = touched + pages * share**2 * sum(gap * other**gap for gap in range(1, GAP_PAGES + 1))
-    return RowReads(max(touched * other ** (GAP_PAGES + 1) / span, read / REQUEST_PAGES), read)
+    size = record_bytes(line_bytes) / ALIGNMENT_BYTES
+    share = min(1.0, rows / max(held, 1.0))
+    near = moved = 0.0
+    chance = share
+    for between in range(math.ceil((GAP_PAGES + 2) / size)):
+        joined = chance * (1 - min(max(between * size - (GAP_PAGES + 1), 0.0), 1.0))
+        near += joined
+        moved += joined * (between + 1) * size
+        chance *= 1 - share
+    pages = rows * ((1 - near) * (1 + size) + moved)
+    return RowReads(rows * (1 - near) + pages / REQUEST_PAGES * near, pages)
 
 
 def row_write_s(rows: float, line_bytes: int, hardware: Hardware, written: float = 2.0) -> float:
