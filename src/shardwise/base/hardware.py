@@ -67,6 +67,10 @@ class Neighbours(NamedTuple):
     of their operations' seconds, ascending by the ranks; empty: 1. Ranks that share caches and memory are slower."""
 
 
+DISK_REQUEST_S = 50e-6
+"""Seconds of a read at a random place of a disk that was not measured: 20,000 reads per second."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """The rates of one rank, with the load that its neighbours put on the host."""
@@ -95,7 +99,7 @@ class Hardware:
     """What ranks of one host take from one another."""
     row_bytes_s: float = 4e9
     """Bytes of scattered rows of embedding tables that are read and written per second."""
-    disk_request_s: float = 50e-6
+    disk_request_s: float = DISK_REQUEST_S
     """Seconds of one read of a page at a random place of the disk while several are under way: the inverse of the
     reads per second."""
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.hardware import Hardware, Level, Link, Neighbours
+from shardwise.base.hardware import DISK_REQUEST_S, Hardware, Level, Link, Neighbours
 from shardwise.base.policy import nearest
 from shardwise.base.regular_files import read_small_file, write_small_file
 from shardwise.base.strict_json import read_object
@@ -163,7 +163,7 @@ class DeviceTable(NamedTuple):
             operations=of("operations"),
             neighbours=Neighbours(*(cast(Any, figures.get(name, ())) for name in Neighbours._fields)),
             row_bytes_s=number("rows", 4e9),
-            disk_request_s=number("memory.disk.request", 50e-6),
+            disk_request_s=number("memory.disk.request", DISK_REQUEST_S),
             exchanges=of("exchanges"),
             spread=of("spread"),
             sources=self.sources,
@@ -429,7 +429,8 @@ def plain_hardware(hardware: Hardware) -> dict[str, Any]:
     }
     for tier, size in hardware.memory_bytes.items():
         memory.setdefault(tier, {})["size"] = f"{size} B"
-    memory.setdefault("disk", {})["request"] = _text(hardware.disk_request_s, "s")
+    if hardware.disk_request_s != DISK_REQUEST_S:
+        memory.setdefault("disk", {})["request"] = _text(hardware.disk_request_s, "s")
     links: dict[str, dict[str, Any]] = {}
     for level, link in hardware.links.items():
         links[level] = {"rate": _text(link.bytes_s, "B/s"), "latency": _text(link.latency_s, "s")}
