@@ -17,8 +17,8 @@ of its Unit in a step:
 A master that is the weight itself counts once. On CPU ranks nothing goes up or down: device and host are one.
 
 Of n rows read at once from segments with r records of b bytes, s = b / 4096, two neighbours have k other records
-between them with probability p (1 - p)^k, p = n / r. They are in one request if at most 2 pages lie between them, which for
-records at any place in a page has probability j(k) = 1 - (k s - 3), cut to 0 and 1 (``segment_reader.py``):
+between them with probability p (1 - p)^k, p = n / r. They are in one request if at most 2 pages lie between them, which
+for records at any place in a page has probability j(k) = 1 - (k s - 3), cut to 0 and 1 (``segment_reader.py``):
 
     apart        a = 1 - sum over k of p (1 - p)^k j(k)
     pages        n (a (1 + s) + sum over k of p (1 - p)^k j(k) (k + 1) s)
