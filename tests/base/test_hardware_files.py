@@ -159,7 +159,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     (
         "operations",
         {"sort": []},
-        r"unknown key 'operations.sort'; known here: arithmetic, copy, function, update",
+        r"unknown key 'operations.sort'; known here: arithmetic, copy, function, page, update",
     ),
     ("links.rack", {}, r"unknown key 'links.rack'; known here: cluster, device, host"),
     ("memory.device.rates", "1 GB/s", r"unknown key 'memory.device.rates'; did you mean 'rate'"),

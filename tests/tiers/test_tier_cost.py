@@ -39,7 +39,9 @@ def test_requests_that_are_made_are_counted(tmp_path: Path) -> None:
 
 
 def test_seconds_of_rows() -> None:
-    disk = dataclasses.replace(ASSUMED_HARDWARE, disk_request_s=100e-6)  # 1 GB/s: 4.1 us a page
+    disk = dataclasses.replace(
+        ASSUMED_HARDWARE, operations={"page": ((4096, 40.96e6),)}
+    )  # 100 us; 1 GB/s: 4.1 us
     assert RowReads(1000, 1000).seconds(disk) == pytest.approx(0.1)
     assert RowReads(1, 10_000).seconds(disk) == pytest.approx(0.04096 + 100e-6, rel=1e-3)
     assert row_write_s(1e6, 84, disk) == pytest.approx(2 * 96e6 / 1e9)

@@ -22,7 +22,7 @@ Level = Literal["device", "host", "cluster"]
 ProductKind = Literal["product", "attention", "convolution", "batched"]
 """Kind of an operation that is priced by its FLOPs; a ``batched`` one multiplies many pairs of small matrices, and
 counts as a ``product`` if a table has no shares for it."""
-OperationClass = Literal["arithmetic", "function", "copy", "update"]
+OperationClass = Literal["arithmetic", "function", "copy", "update", "page"]
 """Class of an operation that is priced by the bytes that it touches: sums and products of elements; functions such as
 ``exp``, ``silu`` and ``softmax``; copies that change the order of elements; updates of an optimizer."""
 
@@ -67,6 +67,8 @@ class Neighbours(NamedTuple):
     of their operations' seconds, ascending by the ranks; empty: 1. Ranks that share caches and memory are slower."""
 
 
+PAGE_BYTES = 4096
+"""Bytes of the least read of a disk."""
 DISK_REQUEST_S = 50e-6
 """Seconds of a read at a random place of a disk that was not measured: 20,000 reads per second."""
 
@@ -99,9 +101,6 @@ class Hardware:
     """What ranks of one host take from one another."""
     row_bytes_s: float = 4e9
     """Bytes of scattered rows of embedding tables that are read and written per second."""
-    disk_request_s: float = DISK_REQUEST_S
-    """Seconds of one read of a page at a random place of the disk while several are under way: the inverse of the
-    reads per second."""
     spread: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Factors on seconds for the low and the high end of a price, by use of the time (plan/timeline.py), if the rates
     were measured; empty: the default spread (simulate/price.py)."""
@@ -178,9 +177,20 @@ class Hardware:
         rates = self.operations.get(of_class)
         return interpolated(rates, nbytes) if rates else self.memory_bytes_s[tier]
 
+    @property
+    def disk_request_s(self) -> float:
+        """Seconds of one read of a page at a random place of the disk while several are under way."""
+        pages = self.operations.get("page")
+        return PAGE_BYTES / pages[0][1] if pages else DISK_REQUEST_S
+
     def best_bytes_s(self, tier: str = "device") -> float:
         """Return the most bytes per second that operations of a pass can touch, whatever their class."""
-        rates = [rate for name, table in self.operations.items() if name != "update" for _, rate in table]
+        rates = [
+            rate
+            for name, table in self.operations.items()
+            if name not in ("update", "page")
+            for _, rate in table
+        ]
         return max([self.memory_bytes_s[tier], *rates])
 
     def late_s(self, worked_s: float, ranks: int) -> float:

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.hardware import DISK_REQUEST_S, Hardware, Level, Link, Neighbours
+from shardwise.base.hardware import Hardware, Level, Link, Neighbours
 from shardwise.base.policy import nearest
 from shardwise.base.regular_files import read_small_file, write_small_file
 from shardwise.base.strict_json import read_object
@@ -63,7 +63,7 @@ _FIGURE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*")
 _DTYPES = ("fp64", "fp32", "fp16", "bf16", "fp8")
 _KINDS = ("product", "attention", "convolution")
 _BATCHED = "batched"
-_CLASSES = ("arithmetic", "function", "copy", "update")
+_CLASSES = ("arithmetic", "function", "copy", "update", "page")
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "barrier")
 _EXCHANGES = (*_OPERATIONS, *(f"gloo {operation}" for operation in _OPERATIONS))
 _USES = ("compute", "update", "exchange", "waits", "bubble", "data", "rest")
@@ -86,7 +86,7 @@ _SCHEMA: Mapping[str, Any] = {
     "memory": {
         "device": {"size": "B", "rate": "B/s", "reached": _SHARE},
         "host": {"size": "B", "rate": "B/s", "reached": _SHARE},
-        "disk": {"size": "B", "rate": "B/s", "reached": _SHARE, "request": "s"},
+        "disk": {"size": "B", "rate": "B/s", "reached": _SHARE},
     },
     "links": {
         level: {"rate": "B/s", "reached": _SHARE, "latency": "s", "taken": _SHARE, "groups": _GROUPS}
@@ -163,7 +163,6 @@ class DeviceTable(NamedTuple):
             operations=of("operations"),
             neighbours=Neighbours(*(cast(Any, figures.get(name, ())) for name in Neighbours._fields)),
             row_bytes_s=number("rows", 4e9),
-            disk_request_s=number("memory.disk.request", DISK_REQUEST_S),
             exchanges=of("exchanges"),
             spread=of("spread"),
             sources=self.sources,
@@ -429,8 +428,6 @@ def plain_hardware(hardware: Hardware) -> dict[str, Any]:
     }
     for tier, size in hardware.memory_bytes.items():
         memory.setdefault(tier, {})["size"] = f"{size} B"
-    if hardware.disk_request_s != DISK_REQUEST_S:
-        memory.setdefault("disk", {})["request"] = _text(hardware.disk_request_s, "s")
     links: dict[str, dict[str, Any]] = {}
     for level, link in hardware.links.items():
         links[level] = {"rate": _text(link.bytes_s, "B/s"), "latency": _text(link.latency_s, "s")}

@@ -265,13 +265,12 @@ def _hardware(figures: Mapping[str, Any], machine: Machine) -> Hardware:
         operation_s=figures["operation"],
         action_s=figures["action"],
         ending_action_s=figures["ending_action"],
-        operations=_tables(operations),
+        operations=_tables(operations) | (disk.operations if figures["disk"] else {}),
         row_bytes_s=figures["rows"],
-        disk_request_s=disk.request_s,
         spread=spread | {use: spread[measured] for use, measured in _SPREAD_OF.items()},
         exchanges=_tables(exchanges),
         sources={"links.cluster": "assumed: a port of 10 Gbit/s"}
-        | ({} if figures["disk"] else {"memory.disk.rate": "assumed", "memory.disk.request": "assumed"}),
+        | ({} if figures["disk"] else {"memory.disk.rate": "assumed"}),
     )
     unevenness = tuple((worked, min(max(share, 1e-4), 1.0)) for worked, share in figures["unevenness"])
     hardware = replace(hardware, neighbours=Neighbours(unevenness, _pass_factors(figures, hardware)))

@@ -9,7 +9,7 @@ least that two devices of one host reach. A caller with better numbers can pass 
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware, even_hardware
+from shardwise.base.hardware import ASSUMED_HARDWARE, PAGE_BYTES, Hardware, even_hardware
 from shardwise.base.words import bytes_text, in_words
 from shardwise.memory.direct_io import ALIGNMENT_BYTES, Bytes, DirectFile, aligned_empty, bytes_of
 from shardwise.observe.flops import measured_peak, peak_of
@@ -63,7 +63,7 @@ def measured_hardware(device: torch.device, dtype: torch.dtype, disk_path: Path 
         dtypes=[NAMES[dtype]],
         source="measured here, in about a second",
     )
-    return replace(found, disk_request_s=disk.request_s)
+    return replace(found, operations=disk.operations)
 
 
 def _copy_rate(source: torch.device, target: torch.device) -> float:
@@ -87,6 +87,11 @@ class DiskRates(NamedTuple):
     """Bytes of large blocks read or written per second."""
     request_s: float
     """Seconds of one read of a page at a random place while several are under way."""
+
+    @property
+    def operations(self) -> Mapping[str, tuple[tuple[float, float], ...]]:
+        """The rate of reads of pages, as ``Hardware.operations`` has it."""
+        return {"page": ((PAGE_BYTES, PAGE_BYTES / self.request_s),)}
 
 
 def assumed_disk() -> DiskRates:
