@@ -20,7 +20,6 @@ from shardwise.kernels.tables import records
 from shardwise.memory import page_reads
 from shardwise.memory.direct_io import DirectFile
 from shardwise.memory.leftovers import LEFTOVERS
-from shardwise.tiers import segment_index
 from shardwise.tiers.row_segments import RowSegments
 from tests.tiers.segment_faults import HONEST, LYING, campaign, killed_writer, limited
 
@@ -105,22 +104,6 @@ def test_rows_that_are_read_were_written(
     made.close()
     made.close()
     assert os.listdir(tmp_path) == []
-
-
-def test_compiled_sums_are_those_of_zlib() -> None:
-    for width in (1, 2, 4, 7, 80, 272, 1040):
-        size, n = records.record_bytes(width), 5
-        found, plain = np.ones((n, size), np.uint8), np.zeros((n, size), np.uint8)
-        rows = np.array([0, 1, 2**40, 2**62, 7])
-        lines = np.random.default_rng(width).integers(0, 256, (n, width), np.uint8)
-        records.pack(found, rows, lines, 2**33 + 5)
-        with pytest.MonkeyPatch.context() as patch:
-            without_numba(patch)
-            records.pack(plain, rows, lines, 2**33 + 5)
-            assert records.intact(found, 2**33 + 5).all()
-        assert np.array_equal(found, plain)
-        assert records.intact(found, 2**33 + 5).all()
-        assert not records.intact(found, 2**33 + 6).any(), "a record in another place is not right"
 
 
 def play(made: RowSegments, seed: int, operations: int) -> int:
@@ -239,60 +222,6 @@ def test_a_snapshot_does_not_change(made: RowSegments) -> None:
     assert all(torch.equal(found[row], first[row]) for row in found)
     made.remove(rows[:700])
     assert made.compact(10**9) > 0
-
-
-def test_writes_alone_keep_the_disk_below_twice_the_rows(made: RowSegments) -> None:
-    draw = np.random.default_rng(0)
-    for turn in range(150):
-        # Most rewritten rows are few and hot, so that segments differ in what is left of them.
-        some = torch.from_numpy(np.unique(draw.zipf(1.3, 400) % 3000))
-        made.write(some, drawn(some, turn))
-        assert_little_waste(made)
-    assert made.figures().bytes_compacted > 0
-
-
-def test_space_of_removed_rows_comes_back(made: RowSegments) -> None:
-    rows = torch.arange(3000)
-    made.write(rows, drawn(rows))
-    full = made.figures().disk_bytes
-    made.remove(rows[10:])
-    while made.compact(50_000):
-        pass
-    assert made.figures().disk_bytes <= 3 * made.shape.segment_bytes < full / 4
-    assert torch.equal(read(made, rows[:10]), drawn(rows)[:10])
-
-
-def test_a_row_that_is_removed_during_compaction_does_not_come_back(
-    made: RowSegments, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = torch.arange(1500)
-    made.write(rows, drawn(rows))
-    made.remove(rows[::2])
-    real = made._append
-
-    def meanwhile(some: np.ndarray, lines: np.ndarray, moved_from: np.ndarray | None = None) -> None:
-        if moved_from is not None and some.size:
-            made.remove(torch.from_numpy(some[:1]))
-            gone.append(int(some[0]))
-        real(some, lines, moved_from)
-
-    gone: list[int] = []
-    monkeypatch.setattr(made, "_append", meanwhile)
-    made.compact(10**9)
-    assert gone
-    assert not made.holds(torch.tensor(gone)).any()
-    left = torch.tensor(sorted(set(rows[1::2].tolist()) - set(gone)))
-    assert made.rows_held() == len(left)
-    assert torch.equal(read(made, left), drawn(rows)[left])
-
-
-def test_compaction_is_bounded_work(made: RowSegments) -> None:
-    rows = torch.arange(4000)
-    made.write(rows, drawn(rows))
-    made.remove(rows[1::2])
-    assert 0 < made.compact(1) <= 2 * 4096
-    done = made.compact(20_000)
-    assert 20_000 <= done < 20_000 + 2 * 4096
 
 
 def damage(path: Path, draw: random.Random) -> str:
@@ -450,26 +379,6 @@ def test_nothing_is_lost_on_a_full_disk(
     assert torch.equal(read(made, rows), new)
 
 
-def test_a_full_disk_during_compaction_loses_nothing(
-    made: RowSegments, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = torch.arange(3000)
-    made.write(rows, drawn(rows))
-    made.remove(rows[::2])
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DirectFile, "__init__", full)
-        with pytest.raises(TierError, match="No space left"):
-            made.compact(10**9)
-        assert torch.equal(read(made, rows[1::2]), drawn(rows)[1::2])
-    while made.compact(10**9):
-        pass
-    assert torch.equal(read(made, rows[1::2]), drawn(rows)[1::2])
-
-
 def test_a_folder_that_vanishes(tmp_path: Path) -> None:
     """Files stay open, so rows that were written can be read; a further segment cannot be made, and that is said."""
     folder = tmp_path / "folder"
@@ -516,13 +425,3 @@ def test_files_of_dropped_segments_go(tmp_path: Path) -> None:
     gc.collect()
     LEFTOVERS.end_dropped()
     assert os.listdir(tmp_path) == []
-
-
-def test_the_index_takes_memory_by_the_piece(tmp_path: Path) -> None:
-    made = RowSegments(tmp_path, "table 't'", 8, 2**33, **SMALL)
-    assert made.figures().index_bytes < 2**15
-    far = torch.tensor([0, 2**32, 2**33 - 1])
-    made.write(far, drawn(far, 0, 8))
-    assert torch.equal(read(made, far), drawn(far, 0, 8))
-    assert made.figures().index_bytes < 3 * segment_index._PIECE_BYTES + 2**15
-    made.close()
