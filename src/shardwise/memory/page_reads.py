@@ -19,7 +19,7 @@ import numpy.typing as npt
 from shardwise.kernels.tables.compiled import CompiledLoop, has_numba, loop
 from shardwise.memory.direct_io import Bytes, DirectFile
 
-__all__ = ["read_many"]
+__all__ = ["compile_loops", "read_many"]
 
 Numbers = npt.NDArray[np.int64]
 
@@ -47,6 +47,13 @@ def _read_all(
         if _pread(np.int32(descriptors[i]), address + places[i], sizes[i], offsets[i]) != sizes[i]:
             return i
     return sizes.size
+
+
+def compile_loops() -> None:
+    """Compile the loop of this module, so that the first step does not wait for it."""
+    if has_numba():
+        nothing = np.empty(0, np.int64)
+        _read_all(nothing, 0, nothing, nothing, nothing)
 
 
 def read_many(

@@ -40,7 +40,9 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import TierError
+from shardwise.kernels.tables import records
 from shardwise.kernels.tables.records import Bytes, Numbers, lines_in, pack
+from shardwise.memory import page_reads
 from shardwise.memory.direct_io import aligned_empty, bytes_of
 from shardwise.memory.leftovers import LEFTOVERS
 from shardwise.tiers.scratch_folder import ScratchFolder
@@ -131,6 +133,8 @@ class RowSegments:
         threads: int = _THREADS,
     ) -> None:
         """Claim a seat in the folder and remove the files of dead runs."""
+        records.compile_loops()
+        page_reads.compile_loops()
         self.line_bytes = line_bytes
         self.name = name
         self.shape = shape_for(line_bytes, rows, segment_bytes, block_bytes)
@@ -314,8 +318,8 @@ class RowSegments:
             count = min(rows.size - done, shape.per_block - tail.count)
             some = slice(done, done + count)
             number = tail.number * shape.per_block + tail.count
-            records = records_of(tail.block, shape)[tail.count : tail.count + count]
-            pack(records, rows[some], lines[some], self._files.order(tail.segment.slot, number))
+            into = records_of(tail.block, shape)[tail.count : tail.count + count]
+            pack(into, rows[some], lines[some], self._files.order(tail.segment.slot, number))
             with self._state:
                 first = tail.segment.slot * shape.per_segment + number
                 positions = np.arange(first, first + count)

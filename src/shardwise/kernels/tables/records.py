@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from shardwise.kernels.tables.compiled import has_numba, loop
 
-__all__ = ["HEAD_BYTES", "collect", "intact", "lines_in", "pack", "record_bytes", "rows_in"]
+__all__ = ["HEAD_BYTES", "collect", "compile_loops", "intact", "lines_in", "pack", "record_bytes", "rows_in"]
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
@@ -122,6 +122,14 @@ def collect(held: Bytes, starts: Numbers, orders: Numbers, rows: Numbers, out: B
             return begin + int(np.argmin(right))
         out[places[some]] = lines_in(records, out.shape[1])
     return -1
+
+
+def compile_loops() -> None:
+    """Compile the loops of this module, so that the first step does not wait for it."""
+    held, zero = np.zeros((1, record_bytes(1)), np.uint8), np.zeros(1, np.int64)
+    pack(held, zero, held[:, :1], 0)
+    assert intact(held, 0).all(), "the sum of a record is right"
+    collect(held.reshape(-1), zero, zero, zero, np.empty((1, 1), np.uint8), zero)
 
 
 _AT_ONCE = 4096
