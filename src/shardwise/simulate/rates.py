@@ -9,7 +9,7 @@ least that two devices of one host reach. A caller with better numbers can pass 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +89,7 @@ class DiskRates(NamedTuple):
     """Seconds of one read of a page at a random place while several are under way."""
 
     @property
-    def operations(self) -> Mapping[str, tuple[tuple[float, float], ...]]:
+    def operations(self) -> dict[str, tuple[tuple[float, float], ...]]:
         """The rate of reads of pages, as ``Hardware.operations`` has it."""
         return {"page": ((PAGE_BYTES, PAGE_BYTES / self.request_s),)}
 
