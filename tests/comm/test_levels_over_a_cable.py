@@ -13,58 +13,14 @@ from typing import Any
 
 import pytest
 
+from tests.launch.curves import CURVES, TRAIN, check_curve, curve_alone
 from tests.namespaces import NamespaceHost, namespaces
-
-_STEPS = 4
-_TRAIN = f"""
-import json
-import sys
-from pathlib import Path
-
-import torch
-
-import shardwise
-from shardwise.models.gpt import Gpt, GptPolicy
-
-asked = json.loads(sys.argv[1])
-torch.manual_seed(0)
-model = Gpt(GptPolicy(family="gpt2", layers=4, width=128, heads=4, context=32, vocab=256, dropout=0.0)).double()
-engine = shardwise.initialize(
-    model,
-    {{"optimizer": {{"lr": 0.001}}, "max_grad_norm": 1.0, "check_first_step": "off", **asked}},
-    loss=lambda model, batch: model(batch[:, :-1], batch[:, 1:]),
-)
-ranks = engine.plan.mesh.size("dp")
-cable = [*Path("/sys/class/net").glob("cable*/statistics/tx_bytes")]
-before = 0
-for step in range({_STEPS}):
-    draws = torch.Generator().manual_seed(step)
-    batch = torch.randint(0, 256, (12, 33), generator=draws).chunk(ranks)[engine.dp_index]
-    engine.backward(engine(batch))
-    engine.print("loss", repr(engine.step().loss))
-    if step == 0 and cable:  # the start weights have been sent, and all that is done once
-        engine.world.barrier()
-        before = int(cable[0].read_text())
-engine.world.barrier()
-sent = int(cable[0].read_text()) - before if cable else 0
-elements = sum(info.elements for info in engine.plan.registry.of_kind("parameter"))
-print(json.dumps({{"sent": sent, "elements": elements, "carries": engine.world.transports()}}))
-engine.close()
-"""
 
 
 @pytest.fixture
 def hosts() -> Iterator[list[NamespaceHost]]:
     with namespaces() as made:
         yield made
-
-
-def _losses(text: str) -> list[float]:
-    return [float(line.split()[1]) for line in text.splitlines() if line.startswith("loss ")]
-
-
-def _said(text: str) -> Any:
-    return json.loads(next(line for line in text.splitlines() if line.startswith("{")))
 
 
 def _run(
@@ -106,13 +62,11 @@ def _run(
 @pytest.mark.parametrize(
     ("counts", "config", "crossing"),
     [
-        ((2, 2), {"zero": {"stage": 0}}, 1.0),
-        ((2, 2), {"zero": {"stage": 3}}, 1.5),
-        ((2, 2), {"mesh": {"tp": 2}, "zero": {"stage": 0}}, 1.0),
+        *(((2, 2), config, crossing) for config, crossing in CURVES.values()),
         ((2, 1), {"zero": {"stage": 0}}, 0.0),
         ((2, 1), {"zero": {"stage": 3}}, 0.0),
     ],
-    ids=["stage 0", "stage 3", "tp 2 in a host", "stage 0 on 2 and 1", "stage 3 on 2 and 1"],
+    ids=[*CURVES, "stage 0 on 2 and 1", "stage 3 on 2 and 1"],
 )
 def test_hosts_of_ranks_train_as_one_process(
     hosts: list[NamespaceHost],
@@ -121,31 +75,8 @@ def test_hosts_of_ranks_train_as_one_process(
     config: dict[str, Any],
     crossing: float,
 ) -> None:
-    """A host sends its sum of the gradients once: (H-1)/H of the elements for each of the two halves of an all-reduce.
-
-    Stage 3 gathers before the forward and before the backward pass, and sums once: three halves. Its ranges go
-    in one step over hosts with different numbers of ranks.
-
-    Args:
-        hosts: The hosts.
-        tmp_path: Folder of the script.
-        counts: Ranks of each host.
-        config: Keys of the run.
-        crossing: Times that the elements of the model leave a host in a step; 0: not compared.
-    """
+    """Ranges of stage 3 go in one step over hosts with different numbers of ranks."""
     script = tmp_path / "train.py"
-    script.write_text(_TRAIN)
-    alone = subprocess.run([sys.executable, str(script), "{}"], capture_output=True, text=True, timeout=120)
-    wanted = _losses(alone.stdout)
-    assert len(wanted) == _STEPS, alone.stderr
-    before = [host.counted("lo").sent for host in hosts]
+    script.write_text(TRAIN)
     texts = _run(hosts, script, counts, config)
-    assert _losses(texts[0]) == pytest.approx(wanted, rel=1e-10)
-    inside = [host.counted("lo").sent - start for host, start in zip(hosts, before, strict=True)]
-    said = [_said(texts[rank]) for rank in (0, counts[0])]
-    print(said, inside)
-    assert {each["carries"] for each in said} == {"shared memory and gloo"} or len({*counts}) > 1
-    if crossing:
-        assert max(inside) <= 1 << 20
-        for each in said:
-            assert each["sent"] == pytest.approx(crossing * 8 * each["elements"] * (_STEPS - 1), rel=0.05)
+    check_curve("".join(texts), curve_alone(script), crossing)

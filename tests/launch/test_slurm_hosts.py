@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.test_ssh_hosts import HOSTILE, PROGRAM, TRAIN
+from tests.launch.curves import CURVES, TRAIN, check_curve, curve_alone
+from tests.launch.test_ssh_hosts import HOSTILE, PROGRAM
 from tests.namespaces import NamespaceHost, namespaces
 
 from shardwise.launch.processes import of_job
@@ -133,15 +134,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
                 process.wait(20)
 
 
-def test_two_hosts_train_as_one_process_group(cluster: SlurmCluster) -> None:
-    said = cluster.run(TRAIN, "0")
-    words = [sys.executable, "-m", "shardwise", "launch", "-n", "4", str(cluster.folder / "program.py"), "0"]
-    alone = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    here, one = (
-        [float(line.split()[1]) for line in text.splitlines() if line.startswith("loss ")]
-        for text in (said, alone.stdout)
-    )
-    assert len(one) == 3 and here == pytest.approx(one, rel=1e-12), said
+@pytest.mark.parametrize(("config", "crossing"), CURVES.values(), ids=CURVES)
+def test_two_hosts_train_as_one_process(
+    cluster: SlurmCluster, config: dict[str, Any], crossing: float
+) -> None:
+    said = cluster.run(TRAIN, json.dumps(config))
+    check_curve(said, curve_alone(cluster.folder / "program.py"), crossing)
 
 
 def test_arguments_arrive_byte_for_byte(cluster: SlurmCluster) -> None:

@@ -13,34 +13,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.launch.curves import CURVES, TRAIN, check_curve, curve_alone
 from tests.namespaces import NamespaceHost, namespaces
 
 from shardwise.launch.processes import of_job
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
-TRAIN = """
-import sys
-import torch
-from torch import nn
-
-import shardwise
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).double()
-engine = shardwise.initialize(
-    model,
-    {"zero": {"stage": int(sys.argv[1])}, "optimizer": {"lr": 0.01}},
-    loss=lambda model, batch: ((model(batch) - batch.sum(1, keepdim=True)) ** 2).mean(),
-)
-draws = torch.Generator().manual_seed(engine.dp_index)
-for _ in range(3):
-    engine.backward(engine(torch.randn(4, 8, generator=draws, dtype=torch.float64)))
-    engine.print("loss", repr(engine.step().loss))
-engine.close()
-"""
 PROGRAM = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -181,25 +163,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshCluster]:
 LAUNCHERS = pytest.mark.parametrize("launcher", list(ARGUMENTS))
 
 
-@pytest.mark.parametrize(("launcher", "stage"), [("ssh", 0), ("ssh", 3), ("openmpi", 3), ("mpich", 3)])
-def test_two_hosts_train_as_one_process_group(cluster: SshCluster, launcher: str, stage: int) -> None:
-    said = cluster.run(TRAIN, str(stage), launcher=launcher)
-    words = [
-        sys.executable,
-        "-m",
-        "shardwise",
-        "launch",
-        "-n",
-        "4",
-        str(cluster.folder / "program.py"),
-        str(stage),
-    ]
-    alone = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    here, one = (
-        [float(line.split()[1]) for line in text.splitlines() if line.startswith("loss ")]
-        for text in (said, alone.stdout)
-    )
-    assert len(one) == 3 and here == pytest.approx(one, rel=1e-12), said
+@LAUNCHERS
+@pytest.mark.parametrize(("config", "crossing"), CURVES.values(), ids=CURVES)
+def test_two_hosts_train_as_one_process(
+    cluster: SshCluster, launcher: str, config: dict[str, Any], crossing: float
+) -> None:
+    said = cluster.run(TRAIN, json.dumps(config), launcher=launcher)
+    check_curve(said, curve_alone(cluster.folder / "program.py"), crossing)
 
 
 HOSTILE = [

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from tests.launch.curves import CURVES, TRAIN, check_curve, curve_alone
 from tests.namespaces import NamespaceHost, namespaces
 
 _TRAIN = """
@@ -139,12 +141,16 @@ def _losses_alone(script: Path) -> list[float]:
 
 
 @pytest.mark.soak
-def test_two_hosts_train_as_one_by_torchrun(hosts: list[NamespaceHost], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("config", "crossing"), CURVES.values(), ids=CURVES)
+@pytest.mark.parametrize("launcher", ["", "torchrun"], ids=["ours", "torchrun"])
+def test_two_hosts_train_as_one_process(
+    hosts: list[NamespaceHost], tmp_path: Path, launcher: str, config: dict[str, Any], crossing: float
+) -> None:
     """Names resolve nowhere, and torch's agents find one another by numeric addresses."""
     script = tmp_path / "train.py"
-    script.write_text(_TRAIN)
-    said = _run(hosts, script, launcher="torchrun")
-    assert _losses("\n".join(said)) == pytest.approx(_losses_alone(script), rel=1e-12)
+    script.write_text(TRAIN)
+    said = _run(hosts, script, json.dumps(config), launcher=launcher)
+    check_curve("".join(said), curve_alone(script), crossing)
 
 
 @pytest.mark.soak

@@ -42,6 +42,7 @@ def test_the_rank_that_hangs_is_named_alive_and_dead(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(5400)
 def test_95_of_100_drawn_hangs_are_named_alive_and_all_from_files(tmp_path: Path) -> None:
     rng = random.Random(29)
     alive, dead = [], []
