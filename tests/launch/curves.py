@@ -70,7 +70,9 @@ def losses(text: str) -> list[float]:
 
 def reports(text: str) -> dict[int, Any]:
     """Return what each rank of a run printed at its end, by rank; our launcher puts the rank before its line."""
-    found = [json.loads(each) for each in re.findall(r'^(?:\[rank \d+\] )?(\{"rank".*\})$', text, re.MULTILINE)]
+    found = [
+        json.loads(each) for each in re.findall(r'^(?:\[rank \d+\] )?(\{"rank".*\})$', text, re.MULTILINE)
+    ]
     return {each["rank"]: each for each in found}
 
 

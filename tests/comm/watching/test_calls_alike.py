@@ -8,9 +8,9 @@ import torch
 
 import shardwise
 from shardwise.comm.watching.answers import StartedCall
+from shardwise.comm.watching.mismatch import first_mismatch
 from shardwise.comm.watching.recorder import Event
 from shardwise.comm.watching.rings import parse_ring
-from shardwise.comm.watching.verdict import first_mismatch
 from shardwise.comm.world import World
 from shardwise.models import Gpt, GptPolicy
 

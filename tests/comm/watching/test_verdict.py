@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from shardwise.comm.watching.answers import AwaitedCall, RankAnswer, SlowRank, StartedCall
+from shardwise.comm.watching.mismatch import first_mismatch, skipped_call
 from shardwise.comm.watching.verdict import (
     Presence,
     RankEvidence,
     blamed_in,
-    first_mismatch,
     judge,
     lines_of_all_waiting,
 )
@@ -128,6 +128,51 @@ def test_ranks_in_different_calls_are_a_mismatch() -> None:
     found = judge(job, 5.0)
     assert (found.state, found.rank, found.where) == ("mismatch", 1, "train.py:8")
     assert "rank 1: all_reduce of c" in found.sentence and "ranks 0, 2: all_reduce of b" in found.sentence
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_that_skips_a_call_in_front_of_a_message_differs(size: int, odd: int) -> None:
+    """The others wait in the call, and the rank waits for a message of theirs: no number has two calls."""
+    ranks = range(size)
+
+    def step(number: int, each: int, skips: bool) -> list[StartedCall]:
+        sum_ = [] if skips else [call(number, "sum", group="world")]
+        peer = (each + 1) % size
+        pair = f"pair {min(each, peer)}-{max(each, peer)}"
+        return [*sum_, call(2 * number, "there", group=pair), call(2 * number + 1, "back", group=pair)]
+
+    job = []
+    for each in ranks:
+        starts = [made for number in range(1, 5) for made in step(number, each, False)]
+        behind = step(5, each, each == odd)
+        starts += behind[:2] if each == odd else behind[:1]
+        last = starts[-1]
+        members = [*ranks] if last.group == "world" else sorted({each, (each + 1) % size})
+        awaited = AwaitedCall(group=last.group, number=last.number, members=members)
+        answer = RankAnswer(waits=f"rank {each}: {last.what}", waited_s=9.0, awaited=awaited)
+        job.append(rank(each, answer=answer, starts=starts))
+    found = judge(job, 5.0)
+    assert (found.state, found.rank) == ("mismatch", odd), found.sentence
+    assert "call 5 of world was not made by rank" in found.sentence and found.where == "train.py:10"
+    assert "was not made by rank" in "\n".join(
+        lines_of_all_waiting(
+            {each.rank: each.answer.model_copy(update={"starts": list(each.starts)}) for each in job}
+        )
+    )
+
+
+def test_a_rank_that_has_not_come_to_a_call_yet_does_not_differ() -> None:
+    """Before the first loop is over there is nothing to compare with, and a call may come later."""
+    awaited = {
+        0: AwaitedCall(group="world", number=2, members=[0, 1]),
+        1: AwaitedCall(group="pair", number=1, members=[0, 1]),
+    }
+    starts = {
+        0: [call(1, "sum", group="world"), call(2, "sum", group="world")],
+        1: [call(1, "sum", group="world"), call(1, "there", group="pair")],
+    }
+    assert skipped_call(awaited, starts) is None
 
 
 def test_all_waiting_without_a_difference_names_nobody() -> None:

@@ -15,7 +15,7 @@ A record is one event of one thread:
     STEP    a step is over
 
 Ranks that make the same calls count alike, so a START with one group and one number is the same collective on all
-members of the group. Two ranks whose records of one number differ have called different collectives (verdict.py).
+members of the group. Two ranks whose records of one number differ have called different collectives (mismatch.py).
 
 The kernel writes the pages of a mapped file to the disk after the process is gone, so nothing is lost by SIGKILL; only
 a crash of the host may lose the last seconds. Blocks are reserved when the file is made: later the disk may be full,

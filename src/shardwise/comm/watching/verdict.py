@@ -7,13 +7,8 @@ job (inquiry.py).
     no rank waits long                                  running
     a rank that is waited for is stopped, gone, silent
     or does not move                                    hung
-    all ranks wait, and calls of one number differ      mismatch
+    all ranks wait, and the calls of two differ         mismatch     (mismatch.py)
     a rank that is waited for is at work                slow
-
-[Note: the rank that differs]
-If calls of one group and number differ, the calls of most ranks are taken for right. Of two ranks, that rank differs
-whose call never followed the call before it, or was never made: a loop makes the same calls in every step, so the right
-rank has made them before.
 
 Cost: one look at each record that two ranks have in common.
 """
@@ -21,11 +16,11 @@ Cost: one look at each record that two ranks have in common.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from shardwise.base.words import named_ranks
 from shardwise.comm.watching.answers import AwaitedCall, RankAnswer, StartedCall
+from shardwise.comm.watching.mismatch import CallMismatch, SkippedCall, first_mismatch, skipped_call
 from shardwise.comm.watching.outside import ProcessState
 from shardwise.comm.watching.waits import SOON_S, CollectiveWait, advice
 
@@ -39,88 +34,6 @@ class RankState(Enum):
     WAITS = "waits"
     WORKS = "works"
     STILL = "still"
-
-
-# Calls that differ ------------------------------------------------------------------------------------------------
-
-
-class CallMismatch(NamedTuple):
-    """The first collective or message of a group that two ranks have called differently."""
-
-    group: str
-    number: int
-    calls: dict[int, StartedCall]
-    """The calls of this number, by rank."""
-    odd: int | None
-    """Rank that differs from the others. See [Note: the rank that differs]."""
-
-    def __str__(self) -> str:
-        by_call: dict[str, list[int]] = {}
-        for rank, call in self.calls.items():
-            by_call.setdefault(str(call), []).append(rank)
-        said = "; ".join(f"{named_ranks(ranks)}: {call}" for call, ranks in by_call.items())
-        return f"call {self.number} of {self.group} differs: {said}"
-
-
-def first_mismatch(starts: Mapping[int, Sequence[StartedCall]]) -> CallMismatch | None:
-    """Return the first call on which ranks of one group differ; None if none differs.
-
-    Args:
-        starts: The last calls of each rank, oldest first.
-    """
-    tables: dict[str, dict[int, dict[int, StartedCall]]] = {}
-    for rank, calls in starts.items():
-        for call in calls:
-            tables.setdefault(call.group, {}).setdefault(call.number, {})[rank] = call
-    found = []
-    for group, table in tables.items():
-        for number in sorted(table):
-            calls_of_number = table[number]
-            if len({call.likeness for call in calls_of_number.values()}) > 1:
-                odd = _odd_rank(calls_of_number, starts)
-                found.append(CallMismatch(group, number, calls_of_number, odd))
-                break
-    return max(found, key=lambda each: _calls_behind(each, starts), default=None)
-
-
-def _calls_behind(found: CallMismatch, starts: Mapping[int, Sequence[StartedCall]]) -> int:
-    """Return how many calls the ranks made behind a call that differs: the first difference has the most."""
-    return max(len(starts[rank]) - list(starts[rank]).index(call) for rank, call in found.calls.items())
-
-
-def _odd_rank(calls: Mapping[int, StartedCall], starts: Mapping[int, Sequence[StartedCall]]) -> int | None:
-    by_likeness: dict[tuple[object, ...], list[int]] = {}
-    for rank, call in calls.items():
-        by_likeness.setdefault(call.likeness, []).append(rank)
-    sizes = sorted(len(ranks) for ranks in by_likeness.values())
-    if len(calls) > 2 and sizes[-1] > sizes[-2]:
-        return min(rank for ranks in by_likeness.values() if len(ranks) < sizes[-1] for rank in ranks)
-    for was_made in (_pair_was_made, _was_made):
-        odd = [rank for rank, call in calls.items() if not was_made(call, starts[rank])]
-        if len(odd) == 1:
-            return odd[0]
-    return None
-
-
-def _pair_was_made(call: StartedCall, calls: Sequence[StartedCall]) -> bool:
-    """Return whether the call followed the call before it earlier too."""
-    own, place = _earlier(call, calls)
-    if place == 0:
-        return True
-    pair = own[place - 1].likeness, call.likeness
-    return any((a.likeness, b.likeness) == pair for a, b in pairwise(own[:place]))
-
-
-def _was_made(call: StartedCall, calls: Sequence[StartedCall]) -> bool:
-    """Return whether an equal call was made before."""
-    own, place = _earlier(call, calls)
-    return any(each.likeness == call.likeness for each in own[:place])
-
-
-def _earlier(call: StartedCall, calls: Sequence[StartedCall]) -> tuple[list[StartedCall], int]:
-    """Return the calls of the group of ``call``, and its place among them."""
-    own = [each for each in calls if each.group == call.group]
-    return own, next(place for place, each in enumerate(own) if each.number == call.number)
 
 
 # Sentences of the watch --------------------------------------------------------------------------------------------
@@ -158,8 +71,12 @@ def lines_of_all_waiting(answers: Mapping[int, RankAnswer]) -> list[str]:
     lines = ["all ranks wait for one another:"]
     lines += [f"    {said.waits}, for {said.waited_s:.0f} s" for said in answers.values()]
     differs = first_mismatch({rank: said.starts for rank, said in answers.items()})
-    if differs is not None:
-        lines.append(str(differs))
+    skipped = skipped_call(
+        {rank: said.awaited for rank, said in answers.items() if said.waits},
+        {rank: said.starts for rank, said in answers.items()},
+    )
+    if differs is not None or skipped is not None:
+        lines.append(str(differs or skipped))
     alike = {(said.key, said.call) for said in answers.values()}
     calls = sorted({said.call for said in answers.values()} - {""})
     return lines + ([advice(" and ".join(calls))] if len(alike) > 1 and calls else [])
@@ -332,7 +249,10 @@ def judge(job: Sequence[RankEvidence], patience_s: float, is_over: bool = False)
         slow = max(roots, key=lambda each: each.unmoved_s)
         return _named("slow", slow, waiting, _words_of(slow), max(each.waited_s for each in waiting))
     if waiting:
-        return _of_all_waiting(waiting)
+        skipped = skipped_call(
+            {each.rank: each.answer.awaited for each in waiting}, {each.rank: each.starts for each in job}
+        )
+        return _of_all_waiting(waiting) if skipped is None else _of_skipped(job, waiting, skipped)
     return _of_untroubled(job, is_over)
 
 
@@ -445,6 +365,16 @@ def _of_mismatch(
         said += f". Rank {differs.odd} has left the order of the others"
     found = _named("mismatch", each, waiting, "", max((other.waited_s for other in waiting), default=None))
     return found._replace(sentence=said, where=differs.calls[named].site or found.where, rank=differs.odd)
+
+
+def _of_skipped(
+    job: Sequence[RankEvidence], waiting: Sequence[RankEvidence], skipped: SkippedCall
+) -> JobVerdict:
+    """Return the verdict on a rank that has not made a call that the others wait for."""
+    each = next(each for each in job if each.rank == skipped.rank)
+    found = _named("mismatch", each, waiting, "", max(other.waited_s for other in waiting))
+    said = f"{skipped}. Rank {skipped.rank} has left the order of the others"
+    return found._replace(sentence=said, where=skipped.instead.site or found.where)
 
 
 def _of_all_waiting(waiting: Sequence[RankEvidence]) -> JobVerdict:
