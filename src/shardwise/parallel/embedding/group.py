@@ -142,7 +142,7 @@ class TableGroup:
 
     @cached_property
     def features_of_means(self) -> Tensor:
-        """Whether each feature is averaged: bool [F]."""
+        """Mask of the features that are averaged: bool [F]."""
         return torch.tensor([each.pooling == "mean" for each in self.features])
 
     @cached_property
