@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.base.errors import TableFullError
-from shardwise.kernels.tables import hash_index
+from shardwise.kernels.tables import hash_index, pair_map
 from shardwise.kernels.tables.hash_index import HashIndex
 from shardwise.kernels.tables.keys import mix
 
@@ -76,40 +76,132 @@ def test_growth_keeps_every_row() -> None:
     assert index.nbytes > 16 * 20_000
 
 
+def pairs_of(index: HashIndex) -> pair_map.PairMap:
+    if not isinstance(index._places, pair_map.PairMap):
+        pytest.skip("without numba there are no slots")
+    return index._places
+
+
+def test_growth_moves_the_slots_of_its_own_keys_and_no_more() -> None:
+    """Every lookup is right while half of a round's pairs have moved, also after removals; and nothing is copied."""
+    index = HashIndex(limit=1 << 15)
+    places = pairs_of(index)
+    memory, keys = places._pairs, torch.randint(-(2**62), 2**62, (20_000,)).unique()
+    halfway, expected = 0, {}
+    for number, part in enumerate(keys[torch.randperm(len(keys))].split(100)):
+        before = places._slots + places._moved
+        rows, _ = index.find_or_insert(part)
+        expected.update(zip(part.tolist(), rows.tolist(), strict=True))
+        moved = places._slots + places._moved - before
+        assert moved <= 8 * len(part) + 300, "300 for the end of a run"
+        halfway += 0 < places._moved < places._slots
+        if number % 7 == 6:
+            index.remove(part[::2])
+            for key in part[::2].tolist():
+                del expected[key]
+        if number % 10 == 9:
+            assert index.find(keys).tolist() == [expected.get(key, -1) for key in keys.tolist()]
+    assert halfway > 50 and places._pairs is memory
+    assert places._taken == len(index) <= 5 / 8 * (places._slots + places._moved)
+
+
+def test_a_map_that_outgrows_its_room_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = HashIndex(room=10)
+    memory = pairs_of(index)._pairs
+    keys = torch.arange(5000) * 17
+    for part in keys.split(333):
+        index.find_or_insert(part)
+    assert pairs_of(index)._pairs is not memory
+    assert index.find(keys).tolist() == list(range(5000)) and index.keys_of(torch.arange(5000)).equal(keys)
+
+
+CALLS = ["insert", "remove", "evict", "add", "set", "pin", "unpin", "look", "look_below", "below"]
+
+
 @given(
+    st.sampled_from([None, 4096]),
     st.lists(
         st.tuples(
-            st.sampled_from(["insert", "remove", "evict"]),
+            st.sampled_from(CALLS),
             st.lists(st.integers(0, 119), max_size=60),
             st.integers(0, 9),
         ),
-        max_size=25,
-    )
+        max_size=30,
+    ),
 )
-@settings(max_examples=60, deadline=None)
-def test_any_sequence_of_calls_is_as_with_a_dictionary(calls: list[tuple[str, list[int], int]]) -> None:
+@settings(max_examples=100, deadline=None)
+def test_any_sequence_of_calls_is_as_with_a_dictionary(
+    room: int | None, calls: list[tuple[str, list[int], int]]
+) -> None:
+    """Searched ahead or not, in a map that is copied and in one that grows in place."""
     # four slots next to each other at the end of the array: long runs that wrap around
     pool = [key for slot in (61, 62, 63, 0) for key in colliding(30, slot)]
     with pytest.MonkeyPatch.context() as patch:
         plain = without_numba(patch)
-    ours = HashIndex()
-    for name, picks, score in calls:
-        keys = as_keys(*[pool[pick] for pick in picks])
-        if name == "insert":
-            for one, other in zip(
-                ours.find_or_insert(keys, score), plain.find_or_insert(keys, score), strict=True
-            ):
-                assert torch.equal(one, other)
-        elif name == "remove":
-            assert torch.equal(ours.remove(keys), plain.remove(keys))
+        patch.setattr(pair_map.secrets, "randbits", lambda bits: 0)
+        patch.setattr(hash_index, "_FEWEST_ROWS", 7)
+        patch.setattr(hash_index, "_WANTED_SHARE", 3)
+        ours = HashIndex(room=room)
+        for name, picks, score in calls:
+            keys = as_keys(*[pool[pick] for pick in picks])
+            act(name, keys, score, ours, plain)
+            everything = as_keys(*pool)
+            assert torch.equal(ours.find(everything), plain.find(everything))
+            assert len(ours) == len(plain)
+        for score in range(12):
+            assert torch.equal(ours.below(score), plain.below(score))
+        assert torch.equal(ours.lowest(70), plain.lowest(70))
+
+
+def act(name: str, keys: Tensor, score: int, ours: HashIndex, plain: HashIndex) -> None:
+    """Make the same call on both and compare what comes."""
+    rows = plain.find(keys).unique()
+    rows = rows[rows >= 0]
+    calls = {
+        "insert": lambda index: index.find_or_insert(keys, score),
+        "remove": lambda index: (index.remove(keys),),
+        "evict": lambda index: (index.remove(index.keys_of(index.lowest(score))),),
+        "add": lambda index: index.add_scores(rows, score - 3),
+        "set": lambda index: index.set_scores(rows, torch.arange(len(rows)) % (score + 1)),
+        "pin": lambda index: index.pin(rows[:score]),
+        "unpin": lambda index: index.pin(rows[:score], False),
+        "look": lambda index: index.look_ahead(),
+        "look_below": lambda index: index.look_ahead_below(score, 4),
+        "below": lambda index: (index.below(score),),
+    }
+    for one, other in zip(calls[name](ours) or (), calls[name](plain) or (), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("kind", ["lru", "lfu", "age"])
+def test_the_rows_that_leave_are_found_ahead(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 steps of a table that turns over: the rows of a scan of all rows, without one after the first rounds."""
+    monkeypatch.setattr(hash_index, "_FEWEST_ROWS", 16)
+    ours, plain = HashIndex(room=4096), without_numba(monkeypatch)
+    pairs_of(ours)
+    scans = 0
+    for step in range(1, 301):
+        generator = torch.Generator().manual_seed(step)
+        keys = ((torch.rand(30, generator=generator) ** 2 * 900).long() + 3 * step).unique()
+        for index in (ours, plain):
+            rows, _ = index.find_or_insert(keys, 0 if kind == "lfu" else step)
+            if kind == "lfu":
+                index.add_scores(rows)
+            else:
+                index.set_scores(rows, step)
+        if kind == "age":
+            scans += step > 40 and ours._ahead is not None and ours._ahead.below(step - 40 + 1) is None
+            leaving = [index.below(step - 40 + 1) for index in (ours, plain)]
+            ours.look_ahead_below(step - 40 + 2, 40)
         else:
-            rows = ours.lowest(score)
-            assert torch.equal(rows, plain.lowest(score))
-            keys = ours.keys_of(rows)
-            assert torch.equal(ours.remove(keys), plain.remove(keys))
-        everything = as_keys(*pool)
-        assert torch.equal(ours.find(everything), plain.find(everything))
-        assert len(ours) == len(plain)
+            surplus = max(len(plain) - 400, 0)
+            scans += step > 40 and ours._ahead is not None and ours._ahead.lowest(surplus) is None
+            leaving = [index.lowest(surplus) for index in (ours, plain)]
+            ours.look_ahead()
+        assert torch.equal(*leaving)
+        for index in (ours, plain):
+            index.remove(index.keys_of(leaving[0]))
+    assert scans == 0 and ours._ahead is not None and len(ours) > 200
 
 
 def test_a_full_table_refuses_the_call_and_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from shardwise.comm.collectives import Group
+from shardwise.kernels.tables import hash_index
+from shardwise.parallel.embedding import evict as evict_module
 from shardwise.parallel.embedding.policy import (
     AdmissionPolicy,
     DynamicPolicy,
@@ -65,6 +67,58 @@ def test_every_layout_evicts_the_same(placement: str, admission: str, kind: str)
     assert torch.equal(keys[order], alone["keys"][expected])
     assert torch.equal(scores[order], alone["scores"][expected])
     torch.testing.assert_close(weights[order], alone["weights"][expected], rtol=1e-12, atol=1e-14)
+
+
+def keys_of_step(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return (torch.rand(40, generator=generator) ** 2 * 200).long() + 4 * step
+
+
+def train_a_few_at_once(group: Group, kind: str) -> list[list[int]]:
+    """Keys on this rank after each step of a table that is full from its third step on."""
+    eviction = EvictionPolicy(
+        type=kind, fraction=0.5, pinned=(3, 4), max_age_steps=5 if kind == "age" else None
+    )
+    collection = collection_of(
+        DynamicPolicy(capacity=None if kind == "age" else 80, eviction=eviction), "row"
+    )
+    collection.place(group)
+    found = []
+    for step in range(1, 31):
+        train_on(collection, keys_of_step(step)[group.index :: group.size].tolist())
+        found.append(keys_of(collection))
+    return found
+
+
+def evicted_by_hand(kind: str) -> list[list[int]]:
+    """The same keys in a dictionary from key to score."""
+    scores: dict[int, int] = {}
+    found = []
+    for step in range(1, 31):
+        for key in set(keys_of_step(step).tolist()):
+            scores[key] = scores.get(key, 0) + 1 if kind == "lfu" else step
+        order = sorted((score, key) for key, score in scores.items() if key not in (3, 4))
+        surplus, count = len(scores) - 80, 0
+        if kind == "age":
+            count = sum(score <= step - 5 for score, _ in order)
+        elif surplus > 0:
+            count = min(len(scores) - 40, max(4 * surplus, surplus + 3))
+        for _, key in order[:count]:
+            del scores[key]
+        found.append(sorted(scores))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["lru", "lfu", "age"])
+def test_a_step_evicts_in_proportion_to_what_it_inserts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of a dictionary on 1, 2 and 4 ranks, with a search ahead that needs many steps for a pass."""
+    monkeypatch.setattr(evict_module, "_FEWEST_AT_ONCE", 3)
+    monkeypatch.setattr(hash_index, "_FEWEST_ROWS", 5)
+    expected = evicted_by_hand(kind)
+    assert max(map(len, expected)) <= 80 or kind == "age"
+    for ranks in (1, 2, 4):
+        parts = on_ranks(ranks, train_a_few_at_once, kind)
+        assert [sorted(sum(keys, [])) for keys in zip(*parts, strict=True)] == expected
 
 
 def test_candidates_and_scores_are_kept() -> None:

@@ -1,26 +1,25 @@
-"""The rows of a dynamic table by key: open addressing over (key, row) pairs, with scores and the rows to evict.
+"""The rows of a dynamic table by key, with scores and the rows to evict.
 
-    slot of a key = lower bits of mix(key ^ seed); the pair lies there or in the slots after it, before the first free
-    remove        moves later pairs back over the gap, so that there are no tombstones and no clean-up
+    pairs     key -> row                            pair_map.py, which grows a few slots at a time
+    columns   key, score and state of each row      addresses for ``limit`` rows are reserved, memory is taken by rows
+    ahead     the rows with the lowest scores       rows_ahead.py, if ``look_ahead`` is called between the steps
 
 Rows are handed out in the order in which keys first occur: rows that were freed, the last freed first, then rows never
-used before. A row keeps its number until its key is removed; growth only rebuilds the pairs. Any int64 is a key. An
-index that has reached its ``limit`` refuses the whole call and does not change.
+used before. A row keeps its number until its key is removed. Any int64 is a key. An index that has reached its
+``limit`` refuses the whole call and does not change.
 
 Each row has a score, an int64 whose meaning the caller chooses (the step of the last use, a count, the step of
 insertion), and may be pinned. ``lowest`` finds the rows to evict: by score, then by key, so the choice does not depend
-on the row that a key got or on the time at which it came.
+on the row that a key got or on the time at which it came. A search reads all rows, unless enough of the lowest ones
+were found ahead of it.
 
-Each index draws its own seed, so that no sender can choose keys that all fall into one slot, where time would grow with
-their square. The seed only decides the slots of pairs: rows, and so all results, are the same with any seed.
+Without numba a dictionary replaces the pairs, every search reads all rows, and the rows are the same.
 
-Without numba a dictionary replaces the pairs, with the same rows and several times slower.
-
-Cost:  16 bytes a slot, at most 5 slots in 8 taken; 17 bytes a row.
+Cost:  pair_map.py; 17 bytes a row, 8 more for each that was freed, and rows_ahead.py if rows are searched ahead.
 Shapes: N keys of one call, R rows.
 """
 
-import secrets
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -28,24 +27,28 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import TableFullError
-from shardwise.kernels.tables.compiled import array, is_installed, loop, prefetch
-from shardwise.kernels.tables.keys import mixed
+from shardwise.kernels.tables.compiled import array, is_installed, loop
+from shardwise.kernels.tables.keys import count_buckets
+from shardwise.kernels.tables.pair_map import PairMap
+from shardwise.kernels.tables.rows_ahead import LIVE, RowColumns, RowsAhead
+from shardwise.kernels.tables.slab import reserve
 from shardwise.kernels.tables.unique import UniqueScratch, unique
-
-_ONE = np.uint64(1)
-_AHEAD = 16
-"""Number of keys between the request for a slot's line and its use."""
-
-_TAKEN, _OF = 5, 8
-"""Share of the slots that may be taken, as numerator and denominator."""
-
-_FEWEST_SLOTS = 64
 
 _FEW = 16
 """Number of rows for each evicted one above which a heap of the lowest so far is faster than a partition."""
 
-_LIVE, _PINNED = np.uint8(1), np.uint8(2)
-"""Bits of a row's state, which is 0 for a row without a key."""
+_PINNED = np.uint8(2)
+"""Bit of the state of a pinned row, beside ``LIVE``; the state is 0 for a row without a key."""
+
+_FEWEST_ROWS, _MOST_ROWS = 1 << 10, 1 << 31
+"""Least and largest number of rows for which addresses are reserved at once."""
+
+
+_WANTED_SHARE, _WANTED_TIMES = 16, 8
+"""Rows to know ahead: one row in 16, and 8 times as many as were asked for at once."""
+
+_PACE = 4
+"""Passes over all rows in the time in which the rows that are known would leave."""
 
 
 class HashIndex:
@@ -53,24 +56,37 @@ class HashIndex:
 
     Args:
         limit: largest number of rows; None is without limit.
-        expected: number of rows for which memory is allocated.
+        expected: number of rows that are expected soon.
+        room: number of rows up to which growth copies nothing; None: ``limit``, and ``expected`` without one.
+        buckets: number of logical buckets whose keys are counted; 0 counts none.
 
     Raises:
         ValueError: if ``limit`` is not positive.
     """
 
-    def __init__(self, limit: int | None = None, expected: int = 0) -> None:
+    def __init__(
+        self, limit: int | None = None, expected: int = 0, room: int | None = None, buckets: int = 0
+    ) -> None:
         if limit is not None and limit < 1:
             raise ValueError(f"a table of at most {limit} rows; expected a positive limit")
         self.limit = limit
-        self._places: _RowMap = _PairRowMap(expected) if is_installed() else _DictionaryRowMap()
-        self._keys = np.empty(expected, np.int64)
-        self._scores = np.empty(expected, np.int64)
-        self._state = np.zeros(expected, np.uint8)
-        self._freed = np.empty(0, np.int64)
+        self.before_change: Callable[[np.ndarray], None] | None = None
+        """Function that is called with rows whose key, score or state is about to change."""
+        self.bucket_counts = torch.zeros(buckets, dtype=torch.int64)
+        """Number of keys of each logical bucket."""
+        wanted = expected if room is None and limit is None else (room or limit or 0)
+        self._room = max(min(wanted, _MOST_ROWS), expected, _FEWEST_ROWS)
+        self._places: _RowMap = PairMap(self._room, expected) if is_installed() else _DictionaryRowMap()
+        self._columns = RowColumns(
+            *(_reserved(self._room, dtype) for dtype in (torch.int64, torch.int64, torch.uint8))
+        )
+        self._freed = _reserved(self._room, torch.int64)
         self._freed_count = 0
         self._rows = 0
         self._scratch = UniqueScratch()
+        self._ahead: RowsAhead | None = None
+        self._asked = self._inserted = 0
+        """Largest number of rows asked of ``lowest``, and rows inserted since the last call of ``look_ahead``."""
 
     def __len__(self) -> int:
         return self._rows - self._freed_count
@@ -81,10 +97,16 @@ class HashIndex:
         return self._rows
 
     @property
+    def columns(self) -> list[Tensor]:
+        """Key, score and state of each row; the state is 0 for a row without a key."""
+        columns = self._columns
+        return [torch.from_numpy(each) for each in (columns.keys, columns.scores, columns.state)]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the index itself; without numba an estimate for the dictionary."""
-        arrays = (self._keys, self._scores, self._state, self._freed)
-        return self._places.nbytes + sum(array.nbytes for array in arrays)
+        ahead = 0 if self._ahead is None else self._ahead.nbytes + 4 * self._rows
+        return self._places.nbytes + 17 * self._rows + 8 * self._freed_count + ahead
 
     def find(self, keys: Tensor) -> Tensor:
         """Return the row of each key, -1 if there is none: int64 [N] -> [N]."""
@@ -110,9 +132,14 @@ class HashIndex:
                 f"{len(fresh)} new keys for a table with {len(self)} of at most {self.limit} rows in use; raise its "
                 f"limit, or evict {len(self) + len(fresh) - self.limit} rows first"
             )
-        rows = self._take(len(fresh))
-        self._keys[rows], self._scores[rows], self._state[rows] = fresh.numpy(), score, _LIVE
+        rows, columns = self._take(len(fresh)), self._columns
+        self._announce(rows)
+        columns.keys[rows], columns.scores[rows], columns.state[rows] = fresh.numpy(), score, LIVE
         self._places.insert(fresh.numpy(), rows)
+        if self.bucket_counts.numel():
+            count_buckets(fresh, self.bucket_counts, 1)
+        if self._ahead is not None:
+            self._ahead.note(rows)
         out[missing] = rows[inverse.numpy()]
         return torch.from_numpy(out), torch.from_numpy(rows)
 
@@ -120,56 +147,126 @@ class HashIndex:
         """Remove keys and free their rows, pinned or not; absent keys are ignored: [N] -> [removed]."""
         rows = self._places.remove(_as_keys(keys))
         rows = rows[rows >= 0]
-        self._state[rows] = 0
+        self._announce(rows)
+        self._columns.state[rows] = 0
+        if self.bucket_counts.numel():
+            count_buckets(torch.from_numpy(self._columns.keys[rows]), self.bucket_counts, -1)
+        if self._ahead is not None:
+            self._ahead.forget(rows)
         count = self._freed_count + rows.size
-        self._freed = _longer(self._freed, count)
         self._freed[self._freed_count : count] = rows
         self._freed_count = count
         return torch.from_numpy(rows)
 
     def items(self) -> tuple[Tensor, Tensor]:
         """Return all keys and their rows, by row: int64 [len], [len]."""
-        rows = np.flatnonzero(self._state[: self._rows])
-        return torch.from_numpy(self._keys[rows]), torch.from_numpy(rows)
+        rows = np.flatnonzero(self._columns.state[: self._rows])
+        return torch.from_numpy(self._columns.keys[rows]), torch.from_numpy(rows)
 
     def keys_of(self, rows: Tensor) -> Tensor:
         """Return the key of each row: [N] -> [N]."""
-        return torch.from_numpy(self._keys[self._checked(rows)])
+        return torch.from_numpy(self._columns.keys[self._checked(rows)])
 
     def scores_of(self, rows: Tensor) -> Tensor:
         """Return the score of each row: [N] -> [N]."""
-        return torch.from_numpy(self._scores[self._checked(rows)])
+        return torch.from_numpy(self._columns.scores[self._checked(rows)])
 
     def set_scores(self, rows: Tensor, scores: Tensor | int) -> None:
         """Overwrite the scores of rows, for example by the step of the last use."""
-        self._scores[self._checked(rows)] = scores.numpy() if isinstance(scores, Tensor) else scores
+        places = self._checked(rows)
+        self._announce(places)
+        given = scores.numpy() if isinstance(scores, Tensor) else scores
+        fallen = None if self._ahead is None else places[self._columns.scores[places] > given]
+        self._columns.scores[places] = given
+        if self._ahead is not None and fallen is not None:
+            self._ahead.note(fallen)
 
     def add_scores(self, rows: Tensor, amounts: Tensor | int = 1) -> None:
         """Add to the scores of rows, each named once, for example the number of times that a batch has a key."""
-        self._scores[self._checked(rows)] += amounts.numpy() if isinstance(amounts, Tensor) else amounts
+        places = self._checked(rows)
+        self._announce(places)
+        given = amounts.numpy() if isinstance(amounts, Tensor) else amounts
+        self._columns.scores[places] += given
+        if self._ahead is not None:
+            self._ahead.note(places[np.broadcast_to(given, places.shape) < 0])
 
     def pin(self, rows: Tensor, pinned: bool = True) -> None:
         """Exclude rows from ``lowest`` and ``below``, or include them again."""
-        self._state[self._checked(rows)] = _LIVE | _PINNED if pinned else _LIVE
+        places = self._checked(rows)
+        self._columns.state[places] = LIVE | _PINNED if pinned else LIVE
+        if self._ahead is not None and not pinned:
+            self._ahead.note(places)
 
     def pinned(self) -> Tensor:
         """Return the rows that are pinned: [n]."""
-        return torch.from_numpy(np.flatnonzero(self._state[: self._rows] & _PINNED))
+        return torch.from_numpy(np.flatnonzero(self._columns.state[: self._rows] & _PINNED))
 
     def lowest(self, count: int) -> Tensor:
         """Return the ``count`` rows to evict, lowest (score, key) first, or all that are not pinned: [n]."""
-        state, keys, scores = (array[: self._rows] for array in (self._state, self._keys, self._scores))
-        if is_installed() and _FEW * count <= len(self):
-            heap = np.empty(max(count, 0), np.int64)
-            rows = heap[: _lowest(state, scores, keys, heap)] if count > 0 else heap
-        else:
-            rows = _lowest_by_partition(state, scores, keys, count)
-        return torch.from_numpy(rows[np.lexsort((keys[rows], scores[rows]))][: max(count, 0)])
+        columns, used = self._columns, self._rows
+        self._asked = max(self._asked, count)
+        rows = None if self._ahead is None else self._ahead.lowest(max(count, 0))
+        if rows is None:
+            state, keys, scores = columns.state[:used], columns.keys[:used], columns.scores[:used]
+            if is_installed() and _FEW * count <= len(self):
+                heap = np.empty(max(count, 0), np.int64)
+                rows = heap[: _lowest(state, scores, keys, heap)] if count > 0 else heap
+            else:
+                rows = _lowest_by_partition(state, scores, keys, count)
+        order = np.lexsort((columns.keys[rows], columns.scores[rows]))
+        return torch.from_numpy(rows[order][: max(count, 0)])
 
     def below(self, score: int) -> Tensor:
         """Return the rows that are not pinned and have less than ``score``, by row: [n]."""
-        state, scores = self._state[: self._rows], self._scores[: self._rows]
-        return torch.from_numpy(np.flatnonzero((state == _LIVE) & (scores < score)))
+        columns, used = self._columns, self._rows
+        rows = None if self._ahead is None else self._ahead.below(score)
+        if rows is not None:
+            return torch.from_numpy(np.sort(rows[columns.scores[rows] < score]))
+        state, scores = columns.state[:used], columns.scores[:used]
+        return torch.from_numpy(np.flatnonzero((state == LIVE) & (scores < score)))
+
+    def look_ahead(self) -> None:
+        """Continue the search for the rows with the lowest scores, so that ``lowest`` need not read all rows.
+
+        Call this method once a step. How many rows it reads follows from the rows inserted since the last call, and how
+        many it wants to know from the largest number that ``lowest`` was asked for.
+        """
+        inserted, self._inserted = self._inserted, 0
+        ahead = self._looks_ahead()
+        if ahead is None:
+            return
+        wanted = max(len(self) // _WANTED_SHARE, _WANTED_TIMES * self._asked, 1)
+        if not ahead.is_passing and ahead.known < wanted:
+            ahead.begin_lowest(self._rows, wanted)
+        ahead.scan(max(_PACE * inserted * self._rows // wanted, _FEWEST_ROWS))
+
+    def look_ahead_below(self, score: int, calls: int, unit: int = 1) -> None:
+        """Continue the search for the rows below ``score``, which rises by 1 with each call.
+
+        Args:
+            score: what the next call of ``below`` will ask for, in ``unit``s.
+            calls: number of calls after which a row that has just got its score may be below.
+            unit: amount by which scores rise between two calls.
+        """
+        horizon = max(calls // 2, 1)
+        ahead = self._looks_ahead()
+        if ahead is None or score + horizon <= 0:
+            return
+        complete = ahead.complete_score
+        first = score - 1 if complete is None else max((complete + 1) // unit, score - 1)
+        if not ahead.is_passing and first < score + horizon // 2:
+            ahead.begin_below(self._rows, first, score + horizon, unit)
+        ahead.scan(max(-(-_PACE * self._rows // horizon), _FEWEST_ROWS))
+
+    def _looks_ahead(self) -> RowsAhead | None:
+        """Return the search ahead, begun at the first call; None without numba."""
+        if self._ahead is None and is_installed():
+            self._ahead = RowsAhead(self._columns, self._room)
+        return self._ahead
+
+    def _announce(self, rows: np.ndarray) -> None:
+        if self.before_change is not None:
+            self.before_change(rows)
 
     def _take(self, count: int) -> np.ndarray:
         """Return rows without a key, which then count as in use: [count]."""
@@ -180,15 +277,30 @@ class HashIndex:
         rows[again:] = np.arange(self._rows, self._rows + fresh)
         self._freed_count -= again
         self._rows += fresh
-        self._keys = _longer(self._keys, self._rows)
-        self._scores, self._state = _longer(self._scores, self._rows), _longer(self._state, self._rows)
+        self._inserted += count
+        if self._rows > self._room:
+            self._lengthen(self._rows - fresh)
         return rows
+
+    def _lengthen(self, used: int) -> None:
+        """Copy the columns of ``used`` rows to memory with room for twice the rows."""
+        self._room = max(2 * self._room, self._rows)
+        columns = self._columns
+        for name in ("scores", "keys", "state"):
+            before = getattr(columns, name)
+            longer = _reserved(self._room, torch.from_numpy(before[:0]).dtype)
+            longer[:used] = before[:used]
+            setattr(columns, name, longer)
+        freed, self._freed = self._freed, _reserved(self._room, torch.int64)
+        self._freed[: self._freed_count] = freed[: self._freed_count]
+        if self._ahead is not None:
+            self._ahead.lengthen(self._room)
 
     def _checked(self, rows: Tensor) -> np.ndarray:
         places: np.ndarray = rows.numpy()
         if places.size and (places.min() < 0 or places.max() >= self._rows):
             raise IndexError(f"rows {places.min()} to {places.max()} of an index with {self._rows} rows")
-        lost = self._state[places] == 0
+        lost = self._columns.state[places] == 0
         if lost.any():
             raise IndexError(
                 f"row {places[lost][0]} has no key: it was never given one, or its key was removed"
@@ -233,37 +345,6 @@ class _DictionaryRowMap:
         return np.array([self._row_of.pop(key, -1) for key in keys.tolist()], np.int64)
 
 
-class _PairRowMap:
-    """Map from keys to rows as (key, row) pairs by open addressing; a row of -1 marks a free slot."""
-
-    def __init__(self, expected: int) -> None:
-        self._pairs = _free_pairs(expected)
-        self._seed = secrets.randbits(63)
-        self._taken = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self._pairs.nbytes
-
-    def find(self, keys: np.ndarray) -> np.ndarray:
-        out = np.empty(keys.size, np.int64)
-        _find(self._pairs, self._seed, keys, out)
-        return out
-
-    def insert(self, keys: np.ndarray, rows: np.ndarray) -> None:
-        self._taken += keys.size
-        if self._taken * _OF > len(self._pairs) * _TAKEN:
-            before, self._pairs = self._pairs, _free_pairs(self._taken)
-            _refill(self._pairs, self._seed, before)
-        _insert(self._pairs, self._seed, keys, rows)
-
-    def remove(self, keys: np.ndarray) -> np.ndarray:
-        out = np.empty(keys.size, np.int64)
-        _remove(self._pairs, self._seed, keys, out)
-        self._taken -= int((out >= 0).sum())
-        return out
-
-
 def _as_keys(keys: Tensor) -> np.ndarray:
     if keys.dtype != torch.int64 or keys.dim() != 1 or keys.device.type != "cpu":
         raise ValueError(
@@ -272,24 +353,15 @@ def _as_keys(keys: Tensor) -> np.ndarray:
     return array(keys)
 
 
-def _free_pairs(keys: int) -> np.ndarray:
-    """Return free slots for this number of keys."""
-    slots = max(_FEWEST_SLOTS, 1 << (-(-keys * _OF // _TAKEN) - 1).bit_length())
-    return np.full((slots, 2), -1, np.int64)
-
-
-def _longer(array: np.ndarray, size: int) -> np.ndarray:
-    """Return the array, or a copy longer by half at least, followed by zeros."""
-    if size <= array.size:
-        return array
-    out = np.zeros(max(size, array.size * 3 // 2), array.dtype)
-    out[: array.size] = array
-    return out
+def _reserved(room: int, dtype: torch.dtype) -> np.ndarray:
+    """Return zeros for ``room`` rows, which take memory as rows are written."""
+    found: np.ndarray = reserve(room, 1, dtype, small_first=True).view(-1).numpy()
+    return found
 
 
 def _lowest_by_partition(state: np.ndarray, scores: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
     """Return the ``count`` lowest rows, or all; in any order."""
-    rows = np.flatnonzero(state == _LIVE)
+    rows = np.flatnonzero(state == LIVE)
     if not 0 < count < rows.size:
         return rows
     held = scores[rows]
@@ -302,75 +374,11 @@ def _lowest_by_partition(state: np.ndarray, scores: np.ndarray, keys: np.ndarray
 
 
 @loop
-def _find(pairs: np.ndarray, seed: int, keys: np.ndarray, out: np.ndarray) -> None:
-    mask = np.uint64(pairs.shape[0] - 1)
-    for i in range(keys.size):
-        if i + _AHEAD < keys.size:
-            prefetch(pairs, mixed(keys[i + _AHEAD] ^ seed) & mask, 2)
-        slot = mixed(keys[i] ^ seed) & mask
-        while pairs[slot, 1] >= 0 and pairs[slot, 0] != keys[i]:
-            slot = (slot + _ONE) & mask
-        out[i] = pairs[slot, 1]
-
-
-@loop
-def _insert(pairs: np.ndarray, seed: int, keys: np.ndarray, rows: np.ndarray) -> None:
-    mask = np.uint64(pairs.shape[0] - 1)
-    for i in range(keys.size):
-        if i + _AHEAD < keys.size:
-            prefetch(pairs, mixed(keys[i + _AHEAD] ^ seed) & mask, 2)
-        slot = mixed(keys[i] ^ seed) & mask
-        while pairs[slot, 1] >= 0:
-            slot = (slot + _ONE) & mask
-        pairs[slot, 0] = keys[i]
-        pairs[slot, 1] = rows[i]
-
-
-@loop
-def _refill(pairs: np.ndarray, seed: int, before: np.ndarray) -> None:
-    mask = np.uint64(pairs.shape[0] - 1)
-    for i in range(before.shape[0]):
-        if i + _AHEAD < before.shape[0]:
-            prefetch(pairs, mixed(before[i + _AHEAD, 0] ^ seed) & mask, 2)
-        if before[i, 1] >= 0:
-            slot = mixed(before[i, 0] ^ seed) & mask
-            while pairs[slot, 1] >= 0:
-                slot = (slot + _ONE) & mask
-            pairs[slot, 0] = before[i, 0]
-            pairs[slot, 1] = before[i, 1]
-
-
-@loop
-def _remove(pairs: np.ndarray, seed: int, keys: np.ndarray, out: np.ndarray) -> None:
-    mask = np.uint64(pairs.shape[0] - 1)
-    for i in range(keys.size):
-        if i + _AHEAD < keys.size:
-            prefetch(pairs, mixed(keys[i + _AHEAD] ^ seed) & mask, 2)
-        slot = mixed(keys[i] ^ seed) & mask
-        while pairs[slot, 1] >= 0 and pairs[slot, 0] != keys[i]:
-            slot = (slot + _ONE) & mask
-        out[i] = pairs[slot, 1]
-        if out[i] < 0:
-            continue
-        gap = slot
-        while True:
-            slot = (slot + _ONE) & mask
-            if pairs[slot, 1] < 0:
-                break
-            home = mixed(pairs[slot, 0] ^ seed) & mask
-            if ((slot - home) & mask) >= ((slot - gap) & mask):
-                pairs[gap, 0] = pairs[slot, 0]
-                pairs[gap, 1] = pairs[slot, 1]
-                gap = slot
-        pairs[gap, 1] = -1
-
-
-@loop
 def _lowest(state: np.ndarray, scores: np.ndarray, keys: np.ndarray, heap: np.ndarray) -> int:
     """Fill ``heap`` with the lowest rows, the highest of them at its root, and return their number."""
     count = 0
     for row in range(state.size):
-        if state[row] != _LIVE:
+        if state[row] != LIVE:
             continue
         if count < heap.size:
             place = count

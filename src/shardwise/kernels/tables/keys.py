@@ -25,6 +25,7 @@ SHIFT = 33
 
 _A, _B = np.uint64(FACTORS[0]), np.uint64(FACTORS[1])
 _S = np.uint64(SHIFT)
+_LEFT = np.uint64(64 - SHIFT)
 
 MOST_BUCKETS = 1 << 31
 
@@ -54,6 +55,15 @@ def bucket(keys: Tensor, buckets: int) -> Tensor:
     if not 1 <= buckets <= MOST_BUCKETS:
         raise ValueError(f"{buckets} buckets for a table's keys; expected 1 to {MOST_BUCKETS}")
     return _logical_shift(mix(keys)) * buckets >> 31
+
+
+def count_buckets(keys: Tensor, counts: Tensor, amount: int) -> None:
+    """Add ``amount`` to the count of each key's bucket: [N] into int64 [buckets]."""
+    if runs_compiled(keys):
+        _count_buckets(array(keys), counts.numpy(), amount)
+    else:
+        buckets = counts.numel()
+        counts += amount * torch.bincount(bucket(keys, buckets), minlength=buckets)
 
 
 class RoundRobinKeys(NamedTuple):
@@ -100,6 +110,13 @@ def mixed(key: int) -> np.uint64:
 def _mix_all(keys: np.ndarray, out: np.ndarray) -> None:
     for i in range(keys.size):
         out[i] = np.int64(mixed(keys[i]))
+
+
+@loop
+def _count_buckets(keys: np.ndarray, counts: np.ndarray, amount: int) -> None:
+    buckets = np.uint64(counts.size)
+    for i in range(keys.size):
+        counts[((mixed(keys[i]) >> _S) * buckets) >> _LEFT] += amount
 
 
 @loop

@@ -17,8 +17,17 @@ _NEVER_COUNTED = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's flag for address space that is not charged as memory before the first write."""
 
 
-def reserve(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+_LARGE_PAGE_BYTES = 1 << 21
+
+
+def reserve(rows: int, columns: int, dtype: torch.dtype = torch.float32, small_first: bool = False) -> Tensor:
     """Return zeros [rows, columns] that take memory when they are written.
+
+    Args:
+        rows: number of rows for which addresses are reserved.
+        columns: numbers of a row.
+        dtype: dtype of the numbers.
+        small_first: True requests no large page for the first 2 MiB, so that few rows take little memory.
 
     Raises:
         ValueError: if a size is out of range.
@@ -42,7 +51,9 @@ def reserve(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tens
             "(ulimit -v)"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        first = _LARGE_PAGE_BYTES if small_first else 0
+        if size_bytes > first:
+            pages.madvise(mmap.MADV_HUGEPAGE, first, size_bytes - first)
     return torch.frombuffer(pages, dtype=dtype, count=elements).view(rows, columns)
 
 

@@ -17,6 +17,7 @@ from shardwise.base.errors import MismatchError, PlanError, TableFullError
 from shardwise.kernels.tables.hash_index import HashIndex
 from shardwise.kernels.tables.keys import mix
 from shardwise.kernels.tables.unique import unique
+from shardwise.parallel.embedding.layout import BUCKETS
 from shardwise.parallel.embedding.policy import DynamicPolicy
 
 _SLACK_ROWS = 1 << 20
@@ -25,8 +26,6 @@ table is full.
 """
 _ADDRESSES = 1 << 45
 """Bytes of address space for all tables without a capacity: a quarter of a process's address space."""
-_SWEEPS = 8
-"""Number of searches for keys to forget within ``forget_steps`` steps."""
 _COUNT_BITS = 20
 """Lower bits of a waiting key's score, which hold its count; the upper bits hold the step in which the key last came.
 """
@@ -76,8 +75,11 @@ class DynamicIndex:
 
     def clear(self) -> None:
         """Remove all keys."""
-        self.index = HashIndex(self._limit, min(self.policy.initial_rows, self._limit))
-        self._candidates = HashIndex() if self.policy.admission.type == "frequency" else None
+        self.index = HashIndex(self._limit, min(self.policy.initial_rows, self._limit), buckets=BUCKETS)
+        self._candidates: HashIndex | None = None
+        if self.policy.admission.type == "frequency":
+            room = self.policy.admission.max_waiting + _SLACK_ROWS
+            self._candidates = HashIndex(room=room, buckets=BUCKETS)
         self.inserted = 0
         self.evicted = 0
         self._came: list[Tensor] = []
@@ -239,15 +241,10 @@ class DynamicIndex:
             self._candidates.set_scores(rows, candidates[:, 1].contiguous())
 
     def forget_candidates(self, step: int) -> None:
-        """Remove waiting keys that have not come for long.
-
-        This happens only every few steps, because the search reads all waiting keys.
-        """
-        forget = self.policy.admission.forget_steps
-        if self._candidates is None or step % max(forget // _SWEEPS, 1) or step < forget:
-            return
-        rows = self._candidates.below((step - forget + 1) << _COUNT_BITS)
-        self._candidates.remove(self._candidates.keys_of(rows))
+        """Remove the waiting keys that have not come in the last ``forget_steps`` steps."""
+        if self._candidates is not None and step >= self.policy.admission.forget_steps:
+            rows = self._candidates.below((step - self.policy.admission.forget_steps + 1) << _COUNT_BITS)
+            self._candidates.remove(self._candidates.keys_of(rows))
 
     def score(self, step: int) -> None:
         """Update the scores of the rows that came in the step that ends."""
@@ -262,11 +259,39 @@ class DynamicIndex:
         else:
             self.index.set_scores(rows, step)
 
+    def lowest(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return keys and scores of the rows to evict, lowest first: int64 [n], [n], n at most ``count``."""
+        rows = self.index.lowest(count)
+        return self.index.keys_of(rows), self.index.scores_of(rows)
+
     def longest_waiting(self, count: int) -> tuple[Tensor, Tensor]:
         """Return waiting keys and scores, those that came longest ago first: int64 [n], [n], n at most ``count``."""
         assert self._candidates is not None, "asked of tables that admit by frequency"
         rows = self._candidates.lowest(count)
         return self._candidates.keys_of(rows), self._candidates.scores_of(rows)
+
+    def look_ahead(self, step: int, rows: int, waiting: int) -> None:
+        """Search for the rows and the waiting keys that leave in later steps, a part of the search in each step.
+
+        Which rows leave does not depend on the search.
+
+        Args:
+            step: the step that has just ended.
+            rows: rows of the table on all ranks.
+            waiting: keys that wait for admission on all ranks.
+        """
+        max_age = self.policy.eviction.max_age_steps
+        if max_age is not None:
+            self.index.look_ahead_below(step - max_age + 2, max_age)
+        elif self.capacity is not None and not self.is_capped and rows > _near(self.capacity):
+            self.index.look_ahead()
+        admission = self.policy.admission
+        if self._candidates is not None:
+            self._candidates.look_ahead_below(
+                step - admission.forget_steps + 2, admission.forget_steps, 1 << _COUNT_BITS
+            )
+            if waiting > _near(admission.max_waiting):
+                self._candidates.look_ahead()
 
     def forget_waiting(self, keys: Tensor) -> None:
         """Remove keys from the waiting ones; keys that do not wait are ignored."""
@@ -300,6 +325,11 @@ class DynamicIndex:
         enough = counts >= admission.count
         self._candidates.remove(distinct.keys[enough])
         return enough[distinct.inverse]
+
+
+def _near(most: int) -> int:
+    """Return the number of rows from which on rows are searched that leave when there are more than ``most``."""
+    return most - most // 8
 
 
 def step_of(scores: Tensor) -> Tensor:

@@ -113,8 +113,8 @@ class AdmissionPolicy(Policy):
     beside a step number.
     """
     forget_steps: PositiveInt = 10_000
-    """Steps after which a waiting key that has not come again is forgotten, approximately, so that keys that come once
-    take memory for a limited time only.
+    """Steps after which a waiting key that has not come again is forgotten, so that keys that come once take memory for
+    a limited time only.
     """
     max_waiting: PositiveInt = 1 << 20
     """Keys that may wait at once over all ranks, at about 60 bytes each; beyond it, the keys that came longest ago are
@@ -132,7 +132,9 @@ class EvictionPolicy(Policy):
     max_age_steps: PositiveInt | None = None
     """Steps without a use after which ``age`` evicts a row."""
     fraction: PositiveFloat = Field(default=0.05, le=1.0)
-    """Share of the capacity that is freed at once."""
+    """Share of the capacity that is freed when the table is full. One step frees at most four times the rows beyond the
+    capacity, or 1,024 more than those, and later full steps free the rest, so that no step stalls.
+    """
     pinned: tuple[int, ...] = ()
     """Keys that are never evicted."""
 
@@ -151,7 +153,7 @@ class DynamicPolicy(Policy):
     budget_bytes: PositiveInt | None = None
     """The same limit in bytes of weights and optimizer state over all ranks."""
     initial_rows: PositiveInt = 1024
-    """Rows for which each rank allocates memory at the start; the number doubles as keys come."""
+    """Rows for which each rank lays out the index at the start; the index grows in each step as keys come."""
     admission: AdmissionPolicy = AdmissionPolicy()
     """Conditions for a key to get a row."""
     eviction: EvictionPolicy = EvictionPolicy()
