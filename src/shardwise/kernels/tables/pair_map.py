@@ -119,7 +119,7 @@ def _free_pairs(slots: int) -> np.ndarray:
 
 
 @loop
-def _home(mix: int, low: int, moved: int) -> np.uint64:
+def _home(mix: np.uint64, low: np.uint64, moved: np.uint64) -> np.uint64:
     """Return the slot in which the probing for a key begins."""
     slot = mix & low
     if slot < moved:
@@ -128,13 +128,13 @@ def _home(mix: int, low: int, moved: int) -> np.uint64:
 
 
 @loop
-def _after(slot: int, end: int) -> np.uint64:
+def _after(slot: np.uint64, end: np.uint64) -> np.uint64:
     slot += _ONE
     return _NONE if slot == end else slot
 
 
 @loop
-def _between(first: int, last: int, end: int) -> np.uint64:
+def _between(first: np.uint64, last: np.uint64, end: np.uint64) -> np.uint64:
     """Return the number of slots from ``first`` on to ``last``."""
     return last - first if last >= first else last + end - first
 
@@ -165,7 +165,7 @@ def _insert(pairs: np.ndarray, seed: int, slots: int, moved: int, keys: np.ndarr
 
 
 @loop
-def _split(pairs: np.ndarray, seed: int, slots: int, moved: int, goal: int) -> int:
+def _split(pairs: np.ndarray, seed: int, slots: int, moved: int, goal: int) -> np.int64:
     """Move the pairs of slots from ``moved`` on into both halves, run by run, and return the slot that comes next.
 
     A run ends before a free slot, so it has all pairs whose home is in it. Its pairs are placed again in their order:
