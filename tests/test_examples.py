@@ -28,6 +28,7 @@ PROMISES = {
     "13_experts": "step 2  loss",
     "14_state_on_disk": "on disk",
     "15_cut_sequences": "step 1  loss",
+    "16_tables_on_disk": "rows needed",
 }
 
 

@@ -110,7 +110,16 @@ class ClickTrainer(Trainer):
 
     def record(self, result: StepResult, step_s: float, is_weighted: bool) -> ClickRecord:
         """Return the row of metrics.csv."""
-        return ClickRecord(**self._throughput.count(result, step_s), **taken(self.world.device)._asdict())
+        record = ClickRecord(**self._throughput.count(result, step_s), **taken(self.world.device)._asdict())
+        figures = self.engine.take_tier_figures()
+        if figures is None:
+            return record
+        return record._replace(
+            hits=figures.hits,
+            misses=figures.misses,
+            read_ahead=figures.read_ahead,
+            stall_s=figures.stall_s,
+        )
 
     def evaluate(self) -> float:
         """Compute AUC and log loss over the held-out rows into ``score`` and return the AUC.

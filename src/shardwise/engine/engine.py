@@ -726,11 +726,15 @@ class Engine(StateAccess):
         self._training.close()
         self.monitor.close()
         is_calm = sys.exc_info()[0] is None
+        # The collections are without rows again once the model is given back.
+        tables = [each.placed for each in self._parts.tables.collections.values()]
         try:
             self._held.give_back(whole and is_calm)
         finally:  # release files and threads also if a disk could not be read
             if self._parts.site.tiers is not None:
                 self._parts.site.tiers.close()
+            for each in tables:
+                each.close()
             if self._parts.site.deterministic is not None:
                 self._parts.site.deterministic.end()
             if self._parts.site.attention is not None:

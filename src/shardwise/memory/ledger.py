@@ -49,6 +49,9 @@ Row = Literal[
     "moments",
     "tables",
     "dynamic tables",
+    "table cache",
+    "table indexes",
+    "tables on disk",
     "table steps",
     "gathered",
     "staging",
@@ -75,6 +78,7 @@ PREDICTED: tuple[Row, ...] = (
     "disk",
     "tables",
     "dynamic tables",
+    "table cache",
 )
 """The rows that the Plan predicts before anything is made."""
 

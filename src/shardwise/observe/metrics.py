@@ -145,6 +145,15 @@ class ClickRecord(NamedTuple):
     """Rows inserted since step 0."""
     evicted: int | None = None
     """Rows evicted since step 0."""
+    hits: int | None = None
+    """Rows that were in rank 0's memory when this step needed them, since the record before; empty, like the next three
+    columns, without tables in tiers."""
+    misses: int | None = None
+    """Rows that the step waited for, because they were on a disk or were new."""
+    read_ahead: int | None = None
+    """Rows that the thread of keys brought into memory before the step that needs them."""
+    stall_s: float | None = None
+    """Seconds in which rank 0 waited for rows from the disk."""
     forward_s: float | None = None
     backward_s: float | None = None
     update_s: float | None = None

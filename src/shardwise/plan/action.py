@@ -1,8 +1,8 @@
 """Action: one operation of a rank in a training step.
 
 What each Kind of operation does, where it may stand and what it costs is one row of the table in ``kinds.py``:
-F, B, I, W, SEND, RECV, LOAD_WEIGHT, UNSHARD, RESHARD, OFFLOAD, RELOAD, REDUCE, ARRIVE, INPUT_DIST, FETCH, DELIVER,
-SUM, NORM, DIRECTION, TRUST_RATIO, ALL_TO_ALL, BALANCE, SCALE, SWAP_WEIGHT, LOAD, STEP, STORE, WAIT.
+F, B, I, W, SEND, RECV, LOAD_WEIGHT, UNSHARD, RESHARD, OFFLOAD, RELOAD, REDUCE, ARRIVE, INPUT_DIST, READ, FETCH,
+DELIVER, SUM, NORM, DIRECTION, TRUST_RATIO, ALL_TO_ALL, BALANCE, SCALE, SWAP_WEIGHT, LOAD, STEP, STORE, WAIT.
 
 A step is a list of Actions. Under a schedule a loop walks the list. In a user's own loop the user's Python decides the
 order of Units, and the module hooks follow the same list with a cursor.
@@ -29,6 +29,8 @@ With delayed updates the whole next step runs on the old weights, and SWAP_WEIGH
 
 INPUT_DIST is the half of FETCH that reads no weight. INPUT_DISTs have a list of their own, which a thread walks while
 the steps before are computed (``plan.lists.keys_ahead``). A FETCH without an earlier INPUT_DIST does both halves.
+READ follows the INPUT_DISTs in that list, for tables of which only some rows are in memory: it brings rows from a disk.
+A FETCH looks again, and brings those that are still missing.
 """
 
 from typing import NamedTuple

@@ -454,13 +454,25 @@ class Kind(AnyKind):
         moves=(Move("compute", "keys_found"), Move("exchange", "sent")),
         sends="keys",
     )
+    READ = Definition(
+        "read the table rows that a batch uses from a disk into memory, ahead of the batch's step",
+        "prefetch, cache fill",
+        of="tables",
+        moves=(Move("compute", "keys_found"), Move("disk", "missed")),
+        sends="nothing",
+    )
     FETCH = Definition(
         "gather the table rows that a batch uses",
         "lookup, output dist",
         of="tables",
         uses=(Use("pass", lambda facts: Times.MICROBATCH, inside=("F",)),),
         handler=("tables", "passed_by"),
-        moves=(Move("compute", "keys_found"), Move("compute", "rows_read"), Move("exchange", "sent")),
+        moves=(
+            Move("compute", "keys_found"),
+            Move("disk", "missed", is_aside=True, is_limited=True),
+            Move("compute", "rows_read"),
+            Move("exchange", "sent"),
+        ),
         sends="vectors",
     )
     DELIVER = Definition(

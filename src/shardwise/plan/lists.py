@@ -17,8 +17,8 @@ Unit's forward saves on another tier leave the device while the next Unit comput
 OFFLOAD(u2). They are brought back one such Unit ahead of the Unit's backward: RELOAD(u2) B(u3) RELOAD(u1) B(u2) ...
 B(u1). The sums of gradients travel beside the computation: ARRIVE(u) waits for the oldest as soon as more than a given
 number are under way, and NORM waits for the rest. Vectors of embedding tables are fetched where the model calls the
-tables: FETCH(t) behind some F(u). Their keys may go ahead of the step, in a list of their own: INPUT_DIST(t)
-(``keys_ahead``).
+tables: FETCH(t) behind some F(u). Their keys may go ahead of the step, in a list of their own: INPUT_DIST(t), and
+READ(t) for tables that are larger than memory (``keys_ahead``).
 
 [Note: gathers behind updates]
 If STEP(u) runs beside the next forward pass, UNSHARD(u) waits for it. In front of F(u-1) the gather would delay F(u-1)
@@ -37,7 +37,7 @@ Cost: one look at each Action; for a gather, one look at each Action that it goe
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Container, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -367,12 +367,19 @@ def with_fetches(actions: Sequence[Action], behind: Mapping[int, int]) -> list[A
     return made
 
 
-def keys_ahead(actions: Sequence[Action]) -> list[Action]:
+def keys_ahead(actions: Sequence[Action], tiered: Container[int] = ()) -> list[Action]:
     """Return the Actions of ``actions`` that may run while the steps before are computed.
 
-    These are the halves of the FETCHes that read no weights, as INPUT_DISTs, in the order of the FETCHes.
+    These are the halves of the FETCHes that read no weights, as INPUT_DISTs, in the order of the FETCHes. READs follow
+    for tables with tiers: behind all INPUT_DISTs, because other ranks wait for keys and for no rank's disk.
+
+    Args:
+        actions: Actions of a step.
+        tiered: Numbers of the collections of which only some rows are in memory.
     """
-    return [action._replace(kind=Kind.INPUT_DIST) for action in actions if action.kind is Kind.FETCH]
+    fetches = [action for action in actions if action.kind is Kind.FETCH]
+    reads = [action._replace(kind=Kind.READ) for action in fetches if action.unit in tiered]
+    return [action._replace(kind=Kind.INPUT_DIST) for action in fetches] + reads
 
 
 def update_actions(

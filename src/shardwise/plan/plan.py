@@ -224,8 +224,8 @@ class Plan:
         rank = self.rank if rank is None else rank
         total = self.classes[class_of(self.mesh, rank)].bytes_of_units(self.mesh, axes)
         for info in self.registry.of_kind("table") if axes in (None, DENSE) else ():
-            row = "dynamic tables" if info.grows else "tables"
-            total[row] = total.get(row, 0) + round(info.bytes_on(self.mesh, rank))
+            for row, size in info.ledger_bytes(self.mesh, rank).items():
+                total[row] = total.get(row, 0) + size
         return total
 
     def __str__(self) -> str:
@@ -319,6 +319,9 @@ def _attention_rows(plan: Plan, exchanges: Sequence[AttentionExchange]) -> list[
 
 _TIER_OF: Mapping[str, Tier] = {
     "dynamic tables": "host",
+    "table cache": "host",
+    "table indexes": "host",
+    "tables on disk": "disk",
     "host": "host",
     "activations": "host",
     "loaded": "host",

@@ -40,6 +40,17 @@ class UpdateRule(NamedTuple):
     """Dtype in which directions of whole matrices travel, if updates need those."""
 
 
+class TierSizes(NamedTuple):
+    """Sizes of the tiers of one embedding table on a rank that holds any part of it."""
+
+    rows: int
+    """Rows in memory."""
+    beside_bytes: int = 0
+    """Bytes of memory beside the rows: indexes and buffers."""
+    disk_bytes: int = 0
+    """Most bytes on disk."""
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """Name, shape and placements of one persistent tensor."""
@@ -78,6 +89,16 @@ class TensorInfo:
 
     Dim 0 of the shape is then the most rows; 0: no limit.
     """
+    tiers: TierSizes | None = None
+    """Sizes of a table's tiers on a rank that holds any part of it; None if all rows are in memory. Only the entry of
+    the weights has bytes beside the rows."""
+
+    @property
+    def ledger_row(self) -> str:
+        """Row of the ledger to which a table's bytes belong."""
+        if self.tiers is not None:
+            return "table cache"
+        return "dynamic tables" if self.grows else "tables"
 
     @property
     def elements(self) -> int:
@@ -87,18 +108,29 @@ class TensorInfo:
     def bytes_on(self, mesh: Mesh, rank: int) -> float:
         """Return the bytes of one rank's piece, flat padding left out.
 
-        A table that grows counts its most rows, spread evenly.
+        A table that grows counts its most rows, spread evenly, and a table with tiers its rows in memory.
         """
         if mesh.index("pp", rank) not in mesh.places.of_each(self.stages):
             return 0.0
         cuts = [
             AxisCut(where, mesh.index(axis, rank), mesh.size(axis)) for axis, where in self.placement.items()
         ]
-        elements = math.prod(shape_on(self.shape, cuts))
+        shape = shape_on(self.shape, cuts)
+        elements: float = math.prod(shape)
+        if self.tiers is not None and shape[0] and (self.grows or shape[0] > self.tiers.rows):
+            elements *= self.tiers.rows / shape[0]
         flat = [
             axis for axis, where in self.placement.items() if isinstance(where, Shard) and where.dim == FLAT
         ]
         return elements * self.dtype.itemsize / math.prod(mesh.size(axis) for axis in flat)
+
+    def ledger_bytes(self, mesh: Mesh, rank: int) -> dict[str, int]:
+        """Return the bytes of a table's piece on one rank by row of the ledger."""
+        found = {self.ledger_row: round(self.bytes_on(mesh, rank))}
+        if self.tiers is not None and found[self.ledger_row] and not self.label:
+            found["table indexes"] = self.tiers.beside_bytes
+            found["tables on disk"] = self.tiers.disk_bytes
+        return found
 
     def on(self, axis: str) -> Placement:
         """Return the placement on one axis."""

@@ -56,6 +56,8 @@ class ActionPrices:
         if move.quantity == "work":
             return self._work_s(action)
         source = self._job.of_rank if action.unit < 0 else self._job.of[action.unit]
+        if move.quantity == "missed":
+            return sum(each.seconds(self._hardware) for each in getattr(source, "missed", ()))
         nbytes: float = getattr(source, move.quantity)
         if not nbytes:
             return 0.0

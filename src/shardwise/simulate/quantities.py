@@ -16,6 +16,7 @@ from shardwise.plan.plan import Plan, class_of
 from shardwise.simulate.passes import MeasuredPass, UnitPass
 from shardwise.simulate.sent import RankExchanges
 from shardwise.simulate.touched import (
+    MissedRows,
     TableRows,
     balanced_bytes,
     directed_bytes,
@@ -67,7 +68,9 @@ class UnitQuantities(NamedTuple):
     adopted: float = 0.0
     """Of SWAP_WEIGHT, the updated weights of the step before, to the device."""
     keys_found: float = 0.0
-    """Of FETCH or INPUT_DIST, keys of a batch of embedding tables."""
+    """Of FETCH, INPUT_DIST or READ, keys of a batch of embedding tables."""
+    missed: tuple[MissedRows, ...] = ()
+    """Of FETCH or READ, rows of embedding tables from a disk and back, for tables with tiers."""
     rows_read: float = 0.0
     """Of FETCH, rows of embedding tables."""
     rows_merged: float = 0.0
@@ -151,6 +154,7 @@ class Quantities:
             directed=directed.direction,
             adopted=moved.up * strategy.is_delayed,
             keys_found=2 * rows.keys_bytes,
+            missed=rows.missed,
             rows_read=rows.read_bytes,
             rows_merged=2 * rows.read_bytes * deliveries,
             rows_updated=2 * rows.updated_bytes * deliveries,

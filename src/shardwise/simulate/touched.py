@@ -18,14 +18,18 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardwise.base.hardware import Product
+from shardwise.base.hardware import Hardware, Product
 from shardwise.parallel.embedding.calls import GroupLoad
-from shardwise.parallel.embedding.cost import rows_touched
+from shardwise.parallel.embedding.cost import bytes_held, rows_touched
+from shardwise.parallel.embedding.dynamic import capacity_of
+from shardwise.parallel.embedding.layout import TablePlacement
+from shardwise.parallel.embedding.policy import TablePolicy
 from shardwise.parallel.embedding.rules import dtypes_of, optimizer_of
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan, RankClass
 from shardwise.plan.registry import Registry
 from shardwise.simulate.work import NO_WORK, Work
+from shardwise.tiers.tier_cost import row_reads, row_write_s
 
 _KEY_BYTES = 8
 _NEWTON_SCHULZ = 5
@@ -114,6 +118,40 @@ def orthogonalised(plan: Plan, ranks: RankClass) -> Work:
     return Work(shared, calls=sum(shared.values()))
 
 
+class MissedRows(NamedTuple):
+    """Rows of one table that a rank reads from a disk and writes back in one microbatch."""
+
+    rows: float
+    held: float
+    """Rows that the disk holds."""
+    line_bytes: int
+    """Bytes of a row with its optimizer state."""
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Return the seconds of the reads and of the writes."""
+        written_s = row_write_s(self.rows, self.line_bytes, hardware)
+        return row_reads(self.rows, self.held, self.line_bytes).seconds(hardware) + written_s
+
+
+def missed_rows(
+    table: TablePolicy, place: TablePlacement, rows: float, line_bytes: int, ranks: int
+) -> tuple[MissedRows, ...]:
+    """Return the rows of a table that are not in memory, at the hit rate that its tiers count on.
+
+    Args:
+        table: the table.
+        place: its placement.
+        rows: distinct rows of a microbatch on a rank.
+        line_bytes: bytes of a row with its optimizer state.
+        ranks: ranks over which the rows are spread.
+    """
+    if table.tiers is None:
+        return ()
+    most = table.rows if table.dynamic is None else capacity_of(table.dynamic, line_bytes)
+    held = bytes_held(place.placement, most or rows, 1, ranks)
+    return (MissedRows(rows * (1.0 - table.tiers.hit_rate), held, line_bytes),)
+
+
 class TableRows(NamedTuple):
     """Rows of one collection of embedding tables in one microbatch of a rank."""
 
@@ -123,6 +161,8 @@ class TableRows(NamedTuple):
     """Bytes of the weights of distinct rows that a rank reads."""
     updated_bytes: float = 0.0
     """Bytes of distinct rows with their optimizer state that a rank updates."""
+    missed: tuple[MissedRows, ...] = ()
+    """Rows that a rank reads from a disk and writes back, for each table with tiers."""
 
 
 def table_rows(groups: Sequence[GroupLoad], ranks: int) -> TableRows:
@@ -136,11 +176,13 @@ def table_rows(groups: Sequence[GroupLoad], ranks: int) -> TableRows:
     for group in groups:
         width, state = group.tables.width, optimizer_of(group.tables.optimizer).columns(group.tables.width)
         stored = dtypes_of(group.tables.tables[0], group.wire.dtype)
-        for place, load in zip(group.tables.places, group.loads, strict=True):
+        line_bytes = stored.line_bytes(width, state)
+        for table, place, load in zip(group.tables.tables, group.tables.places, group.loads, strict=True):
             touched = rows_touched(place, load, ranks)
             found = TableRows(
                 found.keys_bytes + load.keys * _KEY_BYTES,
                 found.read_bytes + touched * stored.line_bytes(width, 0),
-                found.updated_bytes + touched * stored.line_bytes(width, state),
+                found.updated_bytes + touched * line_bytes,
+                found.missed + missed_rows(table, place, touched, line_bytes, ranks),
             )
     return found

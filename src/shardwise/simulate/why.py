@@ -166,10 +166,9 @@ class _Composition:
         if self._then.point.phase == "build":
             return
         for info in self._plan.registry.of_kind("table"):
-            size = round(info.bytes_on(self._plan.mesh, self._rank))
-            if size:
-                row = "dynamic tables" if info.grows else "tables"
-                yield self._entry(row, "", f"rows of {info.name}", 1, size)
+            for row, size in info.ledger_bytes(self._plan.mesh, self._rank).items():
+                if size:
+                    yield self._entry(row, "", f"rows of {info.name}", 1, size)
         alike: dict[tuple[str, str, int, str, int], int] = {}
         for (unit, place), rows in self._ranks.buffers.items():
             bucket = self._ranks.units[unit].buckets[place]

@@ -169,6 +169,10 @@ def _count_state(ledger: Ledger, trained: Sequence[TrainedBucket], tables: Model
         ledger.take("tables", "rows and their moments", lambda: tables.nbytes)
         if tables.step_bytes:
             ledger.take("table steps", "of each row", tables.step_bytes)
+    if tables.is_tiered:
+        ledger.take("table cache", "rows in memory and their moments", lambda: tables.tier_bytes["memory"])
+        ledger.take("table indexes", "of rows in memory and on disk", lambda: tables.tier_bytes["indexes"])
+        ledger.take("tables on disk", "rows and their moments", lambda: tables.tier_bytes["disk"])
     if tables.is_dynamic:
         ledger.take("dynamic tables", "rows in use", lambda: tables.dynamic_bytes)
 

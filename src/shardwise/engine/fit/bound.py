@@ -431,9 +431,10 @@ def _costs_of(plan: Plan, rank: int, prices: ActionPrices, has_more: bool) -> _S
         )
     near = near_tiers("cpu" if prices.is_cpu else "cuda")
     tables = sum(
-        round(info.bytes_on(plan.mesh, rank))
+        size
         for info in plan.registry.of_kind("table")
-        if tier_of_row("dynamic tables" if info.grows else "tables") in near
+        for row, size in info.ledger_bytes(plan.mesh, rank).items()
+        if tier_of_row(row) in near
     )
     return _StateCosts(0, tuple(units), (fixed[0], fixed[1]), tables)
 

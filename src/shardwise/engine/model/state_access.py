@@ -43,6 +43,7 @@ from shardwise.plan.norm_numbers import PhaseSeconds
 from shardwise.plan.plan import Plan
 from shardwise.plan.timeline import Timeline
 from shardwise.plan.trace import Trace
+from shardwise.tiers.row_cache import CacheFigures
 
 
 class StateAccess:
@@ -310,6 +311,13 @@ class StateAccess:
     def table_tallies(self) -> dict[str, RowTally]:
         """Return the rows in use, inserted and evicted of each embedding table, over all ranks. Collective."""
         return self._parts.tables.tallies()
+
+    def take_tier_figures(self) -> CacheFigures | None:
+        """Return the counts of rows in memory and on a disk on this rank since the last call, for tables with tiers.
+
+        None if no table on this rank has tiers.
+        """
+        return self._parts.tables.take_figures()
 
     def expert_tallies(self) -> dict[str, ExpertTally]:
         """Return the token counts of the last step by name of each mixture of experts, over all ranks and microbatches.

@@ -2,7 +2,7 @@
 
     a step         the Plan's list, in the order of Units that all ranks follow now
     an evaluation  only forward passes, in the same order
-    keys ahead     the INPUT_DISTs of either list, which a thread may run ahead of the rest
+    keys ahead     the INPUT_DISTs and READs of either list, which a thread may run ahead of the rest
 
 The Plan is made anew, and validated, when the ranks agree on another order of Units, and for a step with another number
 of passes. In a user's own loop that number becomes known as the step runs. Lists of more and of fewer passes begin
@@ -135,21 +135,25 @@ class ActionLists:
         return self._forwards[batches]
 
     def asks(self) -> Callable[[int], list[Action]]:
-        """Return a function from a number of microbatches to their INPUT_DISTs, in the order that is followed now.
+        """Return a function from a number of microbatches to what goes ahead of them, in the order followed now.
+
+        These are INPUT_DISTs, and READs of tables with tiers.
 
         A thread may call the function while another thread adopts another order. Ranks that took the function after the
-        same step get the same INPUT_DISTs.
+        same step get the same Actions.
         """
         if self._asks is None:
-            planned, orders = self.planned, self._in_force()
+            planned, orders, tiered = self.planned, self._in_force(), self.tables.tiered
             usual = planned.policies.microbatches
-            step = keys_ahead(self._of(usual).own.actions)
+            step = keys_ahead(self._of(usual).own.actions, tiered)
 
             @lru_cache(_KEPT)
             def asks(microbatches: int) -> list[Action]:
                 if microbatches == usual:
                     return step
-                return keys_ahead(planned.forward_list(orders, microbatches)) if microbatches else []
+                if not microbatches:
+                    return []
+                return keys_ahead(planned.forward_list(orders, microbatches), tiered)
 
             self._asks = asks
         return self._asks

@@ -1,6 +1,7 @@
 """Collections of embedding tables while the list runs: the model's requests for vectors, and the walker's Actions.
 
     INPUT_DIST(t)  send the keys of a later batch to the owners of the rows; in a thread (engine/step/keys_ahead.py)
+    READ(t)       read rows of a later batch from a disk into memory, for tables with tiers; in the same thread
     FETCH(t)      the model requests vectors; the walker runs the Action, and the Unit in front of it is recorded
     DELIVER(t)    send row gradients to the owners of the rows
     STEP(t)       update the rows that got gradients
@@ -28,7 +29,7 @@ from shardwise.plan.walker import Walker
 
 
 class TableUnits:
-    """The handlers of INPUT_DIST, FETCH, DELIVER and STEP for embedding tables.
+    """The handlers of INPUT_DIST, READ, FETCH, DELIVER and STEP for embedding tables.
 
     Args:
         tables: The collections of the model.
@@ -49,7 +50,7 @@ class TableUnits:
         self._seen: dict[int, dict[int, int]] = {stage: {} for stage in own.stages}
         """By stage and Unit of tables: the Unit in front of the model's last request for vectors."""
         self.at_hand: BatchFeatures | None = None
-        """The batches of the step whose INPUT_DISTs run now."""
+        """The batches of the step whose INPUT_DISTs and READs run now."""
         for unit in own.tables:
             tables.collections[unit.name].placed.on_fetch = partial(self._asked, unit)
 
@@ -92,8 +93,7 @@ class TableUnits:
             self._seen[stage].pop(unit.index, None)
             self._seen[stage][unit.index] = behind
         if self._walker.run_to(Kind.FETCH, unit.index):
-            if prepared.ahead is not None:
-                self._walker.trace.ahead.append(prepared.ahead)
+            self._walker.trace.ahead += prepared.ahead
         elif learns or self._walker.is_aside:
             self._walker.diverge(f"FETCH of {unit.title} is not next in the list")
 
@@ -103,6 +103,26 @@ class TableUnits:
         """Run INPUT_DIST: send the keys of one microbatch to the owners of their rows. Called in the thread of keys."""
         assert self.at_hand is not None, "keys are asked for of a step's batches"
         self.at_hand.ask(self.collection(action), action.microbatch)
+
+    def read(self, action: Action, steps: int) -> None:
+        """Run READ: read rows of one microbatch from a disk into memory. Called in the thread of keys.
+
+        Args:
+            action: The Action.
+            steps: Number of steps after the running one in which the rows are needed.
+        """
+        assert self.at_hand is not None, "rows are read of a step's batches"
+        collection = self.collection(action)
+        collection.placed.read_ahead(self.at_hand.asked(collection, action.microbatch), steps)
+
+    @property
+    def tiered(self) -> frozenset[int]:
+        """Numbers of the collections of which only some rows are in memory."""
+        return frozenset(
+            unit.index
+            for unit in self._own.tables
+            if any(table.tiers is not None for table in self._tables.collections[unit.name].tables)
+        )
 
     def passed_by(self, action: Action) -> None:
         """Record that the walker passes a FETCH for which the model has not requested vectors."""

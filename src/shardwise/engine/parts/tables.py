@@ -42,6 +42,7 @@ from shardwise.parallel.embedding.rows import RowTally
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.validate import validate_plan
+from shardwise.tiers.row_cache import CacheFigures
 
 _CPU = torch.device("cpu")
 _ALIKE = 1e-3
@@ -96,8 +97,27 @@ class ModelTables:
 
     @property
     def dynamic_bytes(self) -> int:
-        """Bytes of the used rows of dynamic tables on this rank, with optimizer state and indices."""
-        return sum(collection.placed.nbytes for collection in self.collections.values()) - self.nbytes
+        """Bytes of the used rows of dynamic tables without tiers on this rank, with optimizer state and indices."""
+        parts = [part for each in self.collections.values() for part in each.placed.parts]
+        return sum(part.store.nbytes for part in parts if part.tables.is_dynamic and not part.store.is_tiered)
+
+    @property
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes of tables with tiers on this rank: ``memory`` of rows, ``indexes``, and ``disk``."""
+        parts = [part for each in self.collections.values() for part in each.placed.parts]
+        found = {"memory": 0, "indexes": 0, "disk": 0}
+        for part in parts:
+            if part.store.is_tiered:
+                memory, disk = part.store.lines.nbytes, part.store.disk_bytes
+                found["memory"] += memory
+                found["indexes"] += part.store.nbytes - memory
+                found["disk"] += disk
+        return found
+
+    @property
+    def is_tiered(self) -> bool:
+        """True if the model has a table with tiers."""
+        return any(table.tiers is not None for _, _, table in self.each())
 
     @property
     def step_bytes(self) -> int:
@@ -132,6 +152,12 @@ class ModelTables:
     def deliver(self, name: str) -> None:
         """Send the row gradients of a collection to the owners of the rows. Collective over "dp"."""
         self.collections[name].placed.deliver()
+
+    def take_figures(self) -> CacheFigures | None:
+        """Return the counts of this rank's tables with tiers since the last call; None if no table has tiers."""
+        parts = [part for each in self.collections.values() for part in each.placed.parts]
+        found = [figures for part in parts if (figures := part.store.take_figures()) is not None]
+        return sum(found, CacheFigures()) if found else None
 
     def compare(self) -> None:
         """Compare the gradients of the ranks along "tp" after all have been delivered.

@@ -1,9 +1,10 @@
 """KeysAhead: the exchange of a step's keys in a thread, ahead of the step.
 
-The thread finds the features of a step, agrees with the other ranks on the exchange, and runs the step's INPUT_DISTs.
+The thread finds the features of a step, agrees with the other ranks on the exchange, and runs the step's INPUT_DISTs;
+then the READs of tables with tiers, which bring rows from a disk.
 
     the step's list     F(0,0) FETCH(t,0) ... F(0,1) FETCH(t,1) ...        the Plan's
-    run ahead           INPUT_DIST(t,0) INPUT_DIST(t,1)                           plan/lists.py: keys_ahead
+    run ahead           INPUT_DIST(t,0) INPUT_DIST(t,1) READ(t,0) READ(t,1)       plan/lists.py: keys_ahead
 
 The list follows the order in force when the caller requested the step, with as many microbatches as the step has. A
 separate walker runs it through the handlers of the step's own walker. The Actions that ran are recorded in the trace of
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.base.errors import CommError, DataError
+from shardwise.base.errors import CommError, DataError, TierError
 from shardwise.base.words import named_ranks
 from shardwise.comm.exchange import share
 from shardwise.engine.parts.inputs import cast_inputs
@@ -71,7 +72,9 @@ class KeysAhead:
         self._parts = parts
         self._lanes = lanes
         sent = self._collections[0].placed.keys_group.traffic if self._collections else None
-        self._walker = Walker({Kind.INPUT_DIST: self.input_dist}, Trace(sent, parts.walker.trace.clock))
+        handlers = {Kind.INPUT_DIST: self.input_dist, Kind.READ: self.read}
+        self._walker = Walker(handlers, Trace(sent, parts.walker.trace.clock))
+        self._depth = depth
         self.stream = beside(parts.device) if depth else None
         """Stream of the thread on an accelerator, else None."""
 
@@ -113,7 +116,7 @@ class KeysAhead:
             self.stream.synchronize()
         for done in self._walker.trace.rows():
             collection = self._parts.program.tables.collection(done.action)
-            found.asked(collection, done.action.microbatch).ahead = done
+            found.asked(collection, done.action.microbatch).ahead.append(done)
         if self._lanes is not None:
             self._lanes.record("keys", step.number, started, stopped)
             self._lanes.record("keys", step.number, resumed, time.perf_counter())
@@ -121,13 +124,22 @@ class KeysAhead:
 
     @property
     def trace(self) -> Trace:
-        """The trace of the list of INPUT_DISTs."""
+        """The trace of the list of INPUT_DISTs and READs."""
         return self._walker.trace
 
     @recorded
     def input_dist(self, action: Action) -> None:
         """Run INPUT_DIST: send the keys of one microbatch to the owners of their rows."""
         self._parts.program.tables.input_dist(action)
+
+    @recorded
+    def read(self, action: Action) -> None:
+        """Run READ: read rows of one microbatch from a disk into memory.
+
+        An error of the disk is left to FETCH, which reads what is missing in the caller's thread.
+        """
+        with contextlib.suppress(TierError):
+            self._parts.program.tables.read(action, self._depth)
 
     def _walk(self, found: BatchFeatures, actions: Sequence[Action]) -> None:
         units = self._parts.program.tables
@@ -139,7 +151,7 @@ class KeysAhead:
             units.at_hand = None
 
     def _actions(self, found: BatchFeatures, asks: Asks) -> list[Action]:
-        """Return the step's INPUT_DISTs of the collections whose features were found."""
+        """Return the step's INPUT_DISTs and READs of the collections whose features were found."""
         asked = {each: len(found.read_by(each)) for each in self._collections}
         collection = self._parts.program.tables.collection
         row = asks(max(asked.values(), default=0))

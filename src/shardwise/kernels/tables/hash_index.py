@@ -19,6 +19,7 @@ Cost:  pair_map.py; 17 bytes a row, 8 more for each that was freed, and rows_ahe
 Shapes: N keys of one call, R rows.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -87,6 +88,12 @@ class HashIndex:
         self._ahead: RowsAhead | None = None
         self._asked = self._inserted = 0
         """Largest number of rows asked of ``lowest``, and rows inserted since the last call of ``look_ahead``."""
+        self._pairs_lock = threading.Lock()
+
+    @staticmethod
+    def bytes_for(rows: int) -> int:
+        """Return the bytes of an index of ``rows`` rows of which all have come and gone, with numba."""
+        return PairMap.bytes_for(rows) + 25 * rows
 
     def __len__(self) -> int:
         return self._rows - self._freed_count
@@ -103,14 +110,27 @@ class HashIndex:
         return [torch.from_numpy(each) for each in (columns.keys, columns.scores, columns.state)]
 
     @property
+    def freed(self) -> int:
+        """Number of rows that have lost their key and wait for another."""
+        return self._freed_count
+
+    def freed_since(self, count: int) -> Tensor:
+        """Return the rows that have lost their key since ``freed`` was ``count``, if no key was inserted meanwhile."""
+        return torch.from_numpy(self._freed[count : self._freed_count].copy())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the index itself; without numba an estimate for the dictionary."""
         ahead = 0 if self._ahead is None else self._ahead.nbytes + 4 * self._rows
         return self._places.nbytes + 17 * self._rows + 8 * self._freed_count + ahead
 
     def find(self, keys: Tensor) -> Tensor:
-        """Return the row of each key, -1 if there is none: int64 [N] -> [N]."""
-        return torch.from_numpy(self._places.find(_as_keys(keys)))
+        """Return the row of each key, -1 if there is none: int64 [N] -> [N].
+
+        Another thread may find rows while one thread changes the index.
+        """
+        with self._pairs_lock:
+            return torch.from_numpy(self._places.find(_as_keys(keys)))
 
     def find_or_insert(self, keys: Tensor, score: int = 0) -> tuple[Tensor, Tensor]:
         """Return the row of each key, and the rows that are new, in the order of their keys: int64 [N] -> [N], [new].
@@ -122,7 +142,8 @@ class HashIndex:
             TableFullError: if the limit leaves too few rows; nothing is inserted then.
         """
         wanted = _as_keys(keys)
-        out = self._places.find(wanted)
+        with self._pairs_lock:
+            out = self._places.find(wanted)
         missing = np.flatnonzero(out < 0)
         if missing.size == 0:
             return torch.from_numpy(out), torch.empty(0, dtype=torch.int64)
@@ -135,7 +156,8 @@ class HashIndex:
         rows, columns = self._take(len(fresh)), self._columns
         self._announce(rows)
         columns.keys[rows], columns.scores[rows], columns.state[rows] = fresh.numpy(), score, LIVE
-        self._places.insert(fresh.numpy(), rows)
+        with self._pairs_lock:
+            self._places.insert(fresh.numpy(), rows)
         if self.bucket_counts.numel():
             count_buckets(fresh, self.bucket_counts, 1)
         if self._ahead is not None:
@@ -145,7 +167,8 @@ class HashIndex:
 
     def remove(self, keys: Tensor) -> Tensor:
         """Remove keys and free their rows, pinned or not; absent keys are ignored: [N] -> [removed]."""
-        rows = self._places.remove(_as_keys(keys))
+        with self._pairs_lock:
+            rows = self._places.remove(_as_keys(keys))
         rows = rows[rows >= 0]
         self._announce(rows)
         self._columns.state[rows] = 0

@@ -60,6 +60,11 @@ class PairMap:
         self._seed = secrets.randbits(63)
         self._taken = 0
 
+    @staticmethod
+    def bytes_for(keys: int) -> int:
+        """Return the bytes of the slots of a map that is made for this number of keys."""
+        return _slots_for(keys) * 16
+
     @property
     def nbytes(self) -> int:
         """Bytes of the slots of the round."""

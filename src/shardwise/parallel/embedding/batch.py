@@ -64,8 +64,8 @@ class PreparedKeys:
     """Gradients of the runs of groups whose rows are on the host, by index of the group: on their way from a device."""
     weights: list[Tensor | None] = field(default_factory=list)
     """Weights of the keys of each group if they require gradients, else None: [N]."""
-    ahead: TraceRow | None = None
-    """The INPUT_DIST that prepared the batch; None if the forward pass prepared it."""
+    ahead: list[TraceRow] = field(default_factory=list)
+    """The INPUT_DIST that prepared the batch, and the READ of its rows; empty if the forward pass prepared it."""
 
 
 class KeysAtHand:

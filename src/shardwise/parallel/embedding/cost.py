@@ -18,11 +18,20 @@ Shapes: as above.
 
 from typing import NamedTuple
 
+from shardwise.base.words import bytes_text
 from shardwise.kernels.tables.wire import RowWire
 from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.policy import PlacementName
+from shardwise.tiers.row_cache import bytes_beside
+from shardwise.tiers.row_tiers import RowTiersPolicy
 
 _KEY_BYTES = 8
+_POSITION_BYTES = 4
+"""Bytes of memory for each row that may be on disk."""
+_RECORD_BYTES = 12
+"""Bytes of a row on disk beside its line: a CRC and the row's number."""
+_WASTE = 2
+"""Largest ratio of the bytes on disk to those of the rows that they hold."""
 
 
 class TableLoad(NamedTuple):
@@ -99,3 +108,55 @@ def bytes_held(placement: PlacementName, rows: float, line_bytes: int, ranks: in
     """
     cut = ranks if placement in ("row", "column") else 1
     return rows * line_bytes / cut
+
+
+class TierBytes(NamedTuple):
+    """Sizes of a table with tiers on one rank that holds any part of it."""
+
+    rows: int
+    """Rows in memory."""
+    cache: float
+    """Bytes of the rows in memory."""
+    indexes: float
+    """Bytes of memory of the indexes of the rows in memory and on disk."""
+    disk: float
+    """Most bytes on disk, once every row has changed; 0 if nothing limits the rows."""
+
+    @property
+    def host(self) -> float:
+        """Bytes of memory."""
+        return self.cache + self.indexes
+
+    @property
+    def said(self) -> str:
+        """The figures as text."""
+        disk = f"up to {bytes_text(self.disk)} on disk" if self.disk else "the rest on disk"
+        return (
+            f"in tiers: {self.rows:,} rows a rank in {bytes_text(self.cache)} of memory, {bytes_text(self.indexes)} of "
+            f"indexes, {disk}"
+        )
+
+
+def bytes_in_tiers(
+    tiers: RowTiersPolicy,
+    static_rows: int | None,
+    placement: PlacementName,
+    rows: float,
+    line_bytes: int,
+    ranks: int,
+) -> TierBytes:
+    """Return what a table with tiers takes on one rank that holds any part of the table.
+
+    Args:
+        tiers: the table's tiers.
+        static_rows: rows of a static table; None if the table is dynamic.
+        placement: placement of the table.
+        rows: largest number of rows; 0 if nothing limits it.
+        line_bytes: bytes of a whole row with its optimizer state.
+        ranks: number of ranks.
+    """
+    cached = tiers.rows_in_memory(static_rows, line_bytes, placement == "row", ranks)
+    held = bytes_held(placement, rows, 1, ranks) if placement == "row" else rows
+    line = line_bytes / ranks if placement == "column" else line_bytes
+    indexes = bytes_beside(cached) + _POSITION_BYTES * held
+    return TierBytes(cached, cached * line, indexes, held * (line + _RECORD_BYTES) * _WASTE)

@@ -26,6 +26,8 @@ table is full.
 """
 _ADDRESSES = 1 << 45
 """Bytes of address space for all tables without a capacity: a quarter of a process's address space."""
+_MOST_POSITIONS = 1 << 32
+"""Rows of all tables without a capacity that segments can number on a rank."""
 _COUNT_BITS = 20
 """Lower bits of a waiting key's score, which hold its count; the upper bits hold the step in which the key last came.
 """
@@ -360,15 +362,18 @@ def is_unlimited(policy: DynamicPolicy | None) -> bool:
     return policy is not None and policy.capacity is None and policy.budget_bytes is None
 
 
-def limit_of(capacity: int | None, line_bytes: int, unlimited: int = 1) -> int:
-    """Return the number of rows for which a rank reserves address space.
+def limit_of(capacity: int | None, line_bytes: int, unlimited: int = 1, is_tiered: bool = False) -> int:
+    """Return the number of rows that a table may have on a rank, for which address space is reserved without tiers.
 
     Args:
         capacity: largest number of rows over all ranks; None is without limit.
         line_bytes: bytes of a row on this rank, with its optimizer state.
         unlimited: number of the model's tables without a capacity. Each may fill the host's memory, as long as a
             process has addresses for all of them.
+        is_tiered: True if rows may be on a disk, so that memory does not limit their number.
     """
+    if capacity is None and is_tiered:
+        return _MOST_POSITIONS // max(unlimited, 1)
     if capacity is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return max(min(memory, _ADDRESSES // max(unlimited, 1)) // line_bytes, 1)

@@ -1,7 +1,7 @@
 """TableGroup: tables that move together, so that one call of a kernel and one message serve all of them.
 
-Tables share a group if they agree in width, optimizer, dtypes, placement, exchange, and in being static or dynamic. The
-rows of the static tables of a group are numbered consecutively:
+Tables share a group if they agree in width, optimizer, dtypes, placement, exchange, in being static or dynamic, and in
+the folder of their tiers. The rows of the static tables of a group are numbered consecutively:
 
     key of the group = base of the table + key of the table
 
@@ -203,6 +203,23 @@ class TableGroup:
             )
         return self.bases[-1]
 
+    def places_in_memory(self, index: int, line_bytes: int) -> int | None:
+        """Return the number of rows in the cache of rank ``index``; None if the tables have no tiers.
+
+        Args:
+            index: index of the rank.
+            line_bytes: bytes of a whole row with its optimizer state.
+        """
+        if self.tables[0].tiers is None:
+            return None
+        is_by_row = self.place.placement == "row"
+        found = 0
+        for table, place in zip(self.tables, self.places, strict=True):
+            assert table.tiers is not None, "tables of a group have tiers together"
+            if place.holds(index):
+                found += table.tiers.rows_in_memory(table.rows, line_bytes, is_by_row, self.ranks)
+        return found
+
 
 def group_tables(
     tables: Sequence[TablePolicy],
@@ -223,7 +240,8 @@ def group_tables(
         place = places[table.name]
         own = table.optimizer or optimizer
         dtypes = (table.dtype, table.state_dtype)
-        key = (table.width, own, dtypes, place.placement, place.exchange, table.dynamic is not None)
+        folder = None if table.tiers is None else table.tiers.folder
+        key = (table.width, own, dtypes, place.placement, place.exchange, table.dynamic is not None, folder)
         found.setdefault(key, []).append(table)
     groups = []
     for members in found.values():

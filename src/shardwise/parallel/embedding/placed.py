@@ -145,8 +145,9 @@ class PlacedTables:
 
     @property
     def static_bytes(self) -> int:
-        """Bytes of the static tables on this rank, which are known before the first batch."""
-        return sum(part.store.nbytes for part in self.parts if not part.tables.is_dynamic)
+        """Bytes of the static tables without tiers on this rank, which are known before the first batch."""
+        parts = [part for part in self.parts if not part.tables.is_dynamic and not part.store.is_tiered]
+        return sum(part.store.nbytes for part in parts)
 
     @property
     def tallies(self) -> dict[str, RowTally]:
@@ -231,6 +232,17 @@ class PlacedTables:
         if self.device.type != "cpu":
             self._send(found.asked, found.offsets)
         return PreparedKeys(found.samples, found.offsets, found.asked, weights=found.weights)
+
+    def read_ahead(self, prepared: PreparedKeys, steps: int) -> None:
+        """Read rows of a prepared batch from the disk into memory, for tables with tiers; may run in another thread.
+
+        Args:
+            prepared: a batch from ``prepare``.
+            steps: number of steps after the running one in which the batch is fetched.
+        """
+        for part, asked in zip(self.parts, prepared.asked, strict=True):
+            assert asked.arrived is not None, "keys have been exchanged"
+            part.store.read_ahead(asked.arrived, asked.stretches, steps)
 
     @property
     def feature_names(self) -> list[str]:
@@ -402,21 +414,27 @@ class PlacedTables:
         return [(part.store, table) for part in self.parts for table in part.store.capped]
 
     @property
+    def _tiered(self) -> list[PlacedGroup]:
+        """Groups of tables of which only some rows are in memory."""
+        return [part for part in self.parts if part.tables.tables[0].tiers is not None]
+
+    @property
     def bounds(self) -> list[tuple[float, float]]:
         """The least and the most that each summed number may be: else a pass is let go, or a table is too full."""
         most = [math.inf if table.capacity is None else float(table.capacity) for _, table in self._capped]
+        most += [0.0] * len(self._tiered)
         return [(1.0, math.inf)] * len(self._delivered) + [(0.0, each) for each in most]
 
     def numbers(self) -> list[float]:
         """Return what the ranks must sum before ``settle``.
 
         For each delivered pass 1 if its gradients came on this rank, else 0; then the rows after this step of each
-        table that may be too full. If the gradients of a pass came on no rank, they are all 0, so ``square_sum`` need
-        not wait for ``settle``.
+        table that may be too full, and the rows of this step that have no room in the memory of each group with tiers.
+        If the gradients of a pass came on no rank, they are all 0, so ``square_sum`` need not wait for ``settle``.
         """
         came = [float(prepared.gradients_came) for prepared, _ in self._delivered]
         rows = [float(table.rows_after(self.steps + 1) * store.is_counted) for store, table in self._capped]
-        return came + rows
+        return came + rows + [float(part.store.rows_too_many) for part in self._tiered]
 
     @torch.no_grad()
     def settle(self, sums: Sequence[float]) -> bool:
@@ -467,14 +485,21 @@ class PlacedTables:
                     asked.rows = SlabRows(rows, rows)
 
     def _check_room(self, rows: Sequence[float]) -> None:
-        """Raise TableFullError if a table would have more ``rows`` than its capacity."""
-        for (_, table), total in zip(self._capped, rows, strict=True):
+        """Raise TableFullError if a table would have more ``rows`` than its capacity, or a step more than memory."""
+        for (_, table), total in zip(self._capped, rows, strict=False):
             if table.capacity is not None and total > table.capacity:
                 self.drop()
                 raise TableFullError(
                     f"table {table.name!r} would have {total:.0f} rows of at most {table.capacity} after this step, "
                     "and evicts none for that; raise dynamic.capacity (or budget_bytes), admit fewer keys, or set "
                     "dynamic.eviction.type: lru or lfu"
+                )
+        for part, more in zip(self._tiered, rows[len(self._capped) :], strict=True):
+            if more:
+                self.drop()
+                raise TableFullError(
+                    f"embedding {part.tables}: this step has {more:.0f} rows over all ranks that do not fit in the "
+                    "memory of the tables' tiers; raise tiers.host_rows (or host), or take smaller batches"
                 )
 
     @torch.no_grad()
@@ -517,6 +542,11 @@ class PlacedTables:
         self._delivered.clear()
         for part in self.parts:
             part.store.drop()
+
+    def close(self) -> None:
+        """Remove the rows on disk of tables with tiers, which cannot be read afterwards."""
+        for part in self.parts:
+            part.store.close()
 
     def find(self, table: str) -> tuple[PlacedGroup, int]:
         """Return the part that contains a table, and the table's index in the part.

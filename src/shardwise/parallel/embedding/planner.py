@@ -23,7 +23,14 @@ from shardwise.base.hardware import ASSUMED_HARDWARE, Hardware
 from shardwise.base.ragged import Ragged
 from shardwise.base.words import bytes_text
 from shardwise.kernels.tables.wire import RowWire, WireName
-from shardwise.parallel.embedding.cost import TableLoad, bytes_held, bytes_sent, collectives, rows_touched
+from shardwise.parallel.embedding.cost import (
+    TableLoad,
+    bytes_held,
+    bytes_in_tiers,
+    bytes_sent,
+    collectives,
+    rows_touched,
+)
 from shardwise.parallel.embedding.dynamic import capacity_of
 from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.policy import PLACEMENTS, PlacementName, RowOptimizerPolicy, TablePolicy
@@ -67,11 +74,11 @@ class _RankBudget:
 
     def left(self, table: TablePolicy) -> list[float]:
         """Return the memory that is left for the table's rows, by rank."""
-        return self._left if table.dynamic is None else self._left_on_host
+        return self._left_on_host if _is_on_host(table) else self._left
 
     def name(self, table: TablePolicy) -> str:
         """Return the name of that memory, with the key that sets its size."""
-        if table.dynamic is not None and self.is_apart:
+        if _is_on_host(table) and self.is_apart:
             return "host memory (tables.host_memory_bytes)"
         return f"{'device memory' if self.is_apart else 'memory'} (tables.memory_bytes)"
 
@@ -178,11 +185,12 @@ def _choose(
         f"up to {rows:,.0f}" if table.dynamic and rows else ("dynamic" if table.dynamic else f"{rows:,.0f}")
     )
     text = f"{number} x {table.width}, {(table.optimizer or optimizer).type}, {bytes_text(rows * line)}"
+    text += "" if table.tiers is None else ", rows in tiers"
     load, link = load_of(table, batch), hardware.links["host"]
     fitting: list[tuple[float, TablePlacement, float]] = []
     too_large: list[str] = []
     for place in _candidates(table, ranks):
-        held = bytes_held(place.placement, rows, line, ranks)
+        held = _bytes_held(table, place, rows, line, ranks)
         owner = room.owner(table, held) if place.placement == "table" else 0
         if owner is None or (place.placement != "table" and min(room.left(table)) < held):
             too_large.append(f"{place.placement} needs {bytes_text(held)}")
@@ -204,7 +212,10 @@ def _choose(
         )
     best = min(fitting, key=lambda each: each[0])
     seconds, place, sent = best
-    room.take(table, place, bytes_held(place.placement, rows, line, ranks), seconds)
+    room.take(table, place, _bytes_held(table, place, rows, line, ranks), seconds)
+    if table.tiers is not None:
+        sizes = bytes_in_tiers(table.tiers, table.rows, place.placement, rows, line, ranks)
+        text = text.removesuffix("rows in tiers") + sizes.said
     return PlacementChoice(table.name, place, _why(table, best, fitting, too_large, ranks), text)
 
 
@@ -252,6 +263,18 @@ def _why(
     text = f"{what}{asked}{best[0] * 1e3:.2f} ms and {bytes_text(sent)} a rank and step"
     text += f" (others, ms: {', '.join(others)})" if others else ""
     return text + (f"; no room: {'; '.join(dict.fromkeys(too_large))}" if too_large else "")
+
+
+def _is_on_host(table: TablePolicy) -> bool:
+    """Return whether a table's rows are in the host's memory even beside an accelerator."""
+    return table.dynamic is not None or table.tiers is not None
+
+
+def _bytes_held(table: TablePolicy, place: TablePlacement, rows: float, line: int, ranks: int) -> float:
+    """Return the bytes of memory of one rank that holds any part of the table."""
+    if table.tiers is None:
+        return bytes_held(place.placement, rows, line, ranks)
+    return bytes_in_tiers(table.tiers, table.rows, place.placement, rows, line, ranks).host
 
 
 def _rows(table: TablePolicy, optimizer: RowOptimizerPolicy, dtype: torch.dtype) -> float:

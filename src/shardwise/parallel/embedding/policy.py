@@ -15,6 +15,7 @@ from pydantic import (
 
 from shardwise.base.policy import Policy
 from shardwise.kernels.tables.wire import WireName
+from shardwise.tiers.row_tiers import RowTiersPolicy
 
 Pooling = Literal["sum", "mean", "max", "concat", "none"]
 """Rule by which a sample's vectors become one: added, averaged, the largest of each column, concatenated (the same
@@ -211,6 +212,8 @@ class TablePolicy(Policy):
     """Dtype of the stored optimizer state: ``fp32`` (the dtype of the collection), or ``bf16``, rounded as weights are.
     An ``exact`` Adam needs fp32 for both.
     """
+    tiers: RowTiersPolicy | None = None
+    """Tiers of a table that is larger than memory; left out, all rows are in memory."""
 
     _dtypes_are_stored = field_validator("dtype", "state_dtype", mode="before")(_check_row_dtype)
 
@@ -289,6 +292,8 @@ class TableOptions(Policy):
     """Dtype of the stored weights: ``fp32``, or ``bf16`` with stochastic rounding, which takes half the memory."""
     state_dtype: RowDtypeName | None = None
     """Dtype of the stored optimizer state: ``fp32``, or ``bf16`` with stochastic rounding."""
+    tiers: RowTiersPolicy | None = None
+    """Tiers of a table that is larger than memory. Each table has a cache of its own size."""
 
     _dtypes_are_stored = field_validator("dtype", "state_dtype", mode="before")(_check_row_dtype)
 

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 
 import torch
 
+from shardwise.parallel.embedding.cost import bytes_in_tiers
 from shardwise.parallel.embedding.dynamic import capacity_of
 from shardwise.parallel.embedding.layout import BUCKETS, TablePlacement
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.rules import ONE_A_ROW, dtypes_of, optimizer_of, row_bytes, state_columns
 from shardwise.plan.placement import ByHash, OnRank, Placement, Replicate, Shard
-from shardwise.plan.registry import TensorInfo
+from shardwise.plan.registry import TensorInfo, TierSizes
 
 
 def placement_of(place: TablePlacement, ranks: int, is_dynamic: bool) -> Placement:
@@ -67,6 +68,13 @@ def infos(
     rows = table.rows or 0
     if table.dynamic is not None:
         rows = capacity_of(table.dynamic, row_bytes(table, optimizer, dtype)) or 0
+    sizes = None
+    if table.tiers is not None:
+        line_bytes = row_bytes(table, optimizer, dtype)
+        held = bytes_in_tiers(table.tiers, table.rows, place.placement, rows, line_bytes, ranks)
+        sizes = TierSizes(held.rows, round(held.indexes), round(held.disk))
+        # A table without a limit counts as many rows as its memory has.
+        rows = rows or held.rows * (ranks if place.placement == "row" else 1)
     where = placement_of(place, ranks, table.dynamic is not None)
     stored = dtypes_of(table, dtype)
     for label, columns in (("", table.width), *state_columns(rule, table.width)):
@@ -80,4 +88,5 @@ def infos(
             label=label,
             stages=(stage,),
             grows=table.dynamic is not None,
+            tiers=sizes if sizes is None or not label else TierSizes(sizes.rows),
         )

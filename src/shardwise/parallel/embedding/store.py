@@ -5,13 +5,16 @@
                                                  dynamic: address space for the most rows that a table may have;
                                                  memory is taken as rows come, and no row moves as a table grows
     index   key -> row, one for each dynamic table
+    cache   row -> place of ``lines``, if the tables have tiers; the other rows are on a disk (tiers/row_cache.py).
+            Without tiers the place of a row is its number
 
 Gradients wait for the step in row_gradients.py; evict.py selects the rows of dynamic tables that are evicted after it.
 
 Shapes: U rows of one call, w columns of the table that are on this rank (all, except for placement column).
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +27,7 @@ from shardwise.kernels.initializers import Uniform
 from shardwise.kernels.tables.rounding import row_ids, word_of
 from shardwise.kernels.tables.row_rules import RowwiseAdagrad
 from shardwise.kernels.tables.start_rows import start_rows
+from shardwise.kernels.tables.unique import unique
 from shardwise.optim.clip import square_sum
 from shardwise.parallel.embedding.dynamic import DynamicIndex, capacity_of, limit_of
 from shardwise.parallel.embedding.evict import evict
@@ -47,10 +51,14 @@ from shardwise.parallel.embedding.rules import (
     state_columns,
 )
 from shardwise.parallel.embedding.transfer import SlabRows
+from shardwise.tiers.row_cache import CacheFigures, LineMemory, LinesBelow, RowCache
+from shardwise.tiers.row_segments import RowSegments
 
 _CPU = torch.device("cpu")
 _START_ROWS = 1 << 16
 """Number of start rows drawn at once."""
+_WINDOW_ROWS = 1 << 14
+"""Largest number of rows that are copied out of a cache, or into it, at once."""
 
 
 class TableRange(NamedTuple):
@@ -72,6 +80,8 @@ class RowStore:
         dtype: dtype of gradients and updates, and of stored rows unless the tables have another.
         device: device of static tables; dynamic tables are on the CPU.
         unlimited: number of dynamic tables of the model without a capacity, which share the address space.
+        below: what holds the rows that are not in memory, for tables with tiers; None makes segments in the folder that
+            the tables name.
     """
 
     def __init__(
@@ -82,6 +92,7 @@ class RowStore:
         dtype: torch.dtype,
         device: torch.device = _CPU,
         unlimited: int = 1,
+        below: LinesBelow | None = None,
     ):
         self.tables = tables
         self.dtype = dtype
@@ -96,28 +107,47 @@ class RowStore:
         self._stood: Tensor | None = None
         """Step up to which each row is updated, for an exact Adam on a device; the host needs the steps. int32 [rows].
         """
-        width, stored = len(self.columns), dtypes_of(tables.tables[0], dtype)
-        places, where = tables.slab_rows(group.index), device
         self._dynamic: list[DynamicIndex] = []
-        if tables.is_dynamic:
-            full_bytes = row_bytes(tables.tables[0], tables.optimizer, dtype)
-            line_bytes = stored.line_bytes(width, self.optimizer.columns(width))
-            places, where = 0, _CPU
-            for table in tables.tables:
-                assert table.dynamic is not None, "tables of a group are dynamic together"
-                key = philox.key_of(seed, _start_name(table.name))
-                capacity = capacity_of(table.dynamic, full_bytes)
-                limit = limit_of(capacity, line_bytes, unlimited)
-                self._dynamic.append(
-                    DynamicIndex(table.name, table.dynamic, places, limit, capacity, key, group.size == 1)
-                )
-                places += limit
-        self.lines = RowLines(places, self.columns, tables.width, self.optimizer, dtype, stored, where)
+        self._drawn_at = [0] * len(tables.tables)
+        """Number of steps after which each static table was drawn."""
+        self._cache: RowCache[RowLines] | None = None
+        rows = self._number_rows(unlimited) if tables.is_dynamic else tables.slab_rows(group.index)
+        places = tables.places_in_memory(group.index, row_bytes(tables.tables[0], tables.optimizer, dtype))
+        if places == 0:  # no key of the tables comes to this rank
+            rows = 0
+        if places is not None and rows:
+            self.lines = self._lines_of(places, _CPU)
+            below = below or _segments(tables, group, self.lines.line_bytes, rows)
+            window = self._lines_of(min(places, _WINDOW_ROWS), _CPU)
+            draw = None if tables.is_dynamic else self._draw_at
+            self._cache = RowCache(self.lines, window, len(self.lines), below, draw)
+            return
+        self.lines = self._lines_of(rows, _CPU if tables.is_dynamic else device)
+        if device.type != "cpu" and self._history is not None and not tables.is_dynamic:
+            self._stood = torch.zeros(len(self.lines), dtype=torch.int32)
         if not tables.is_dynamic:
-            if device.type != "cpu" and self._history is not None:
-                self._stood = torch.zeros(places, dtype=torch.int32)
             for place in range(len(tables.tables)):
-                self._draw(place, self._static_keys(place))
+                self._draw(place)
+
+    def _number_rows(self, unlimited: int) -> int:
+        """Make the indexes of dynamic tables, and return the number of rows for which there are numbers."""
+        base, width, first = 0, len(self.columns), self.tables.tables[0]
+        full_bytes = row_bytes(first, self.tables.optimizer, self.dtype)
+        line_bytes = dtypes_of(first, self.dtype).line_bytes(width, self.optimizer.columns(width))
+        for table in self.tables.tables:
+            assert table.dynamic is not None, "tables of a group are dynamic together"
+            key = philox.key_of(self._seed, _start_name(table.name))
+            capacity = capacity_of(table.dynamic, full_bytes)
+            limit = limit_of(capacity, line_bytes, unlimited, table.tiers is not None)
+            self._dynamic.append(
+                DynamicIndex(table.name, table.dynamic, base, limit, capacity, key, self._group.size == 1)
+            )
+            base += limit
+        return base
+
+    def _lines_of(self, places: int, device: torch.device) -> RowLines:
+        stored = dtypes_of(self.tables.tables[0], self.dtype)
+        return RowLines(places, self.columns, self.tables.width, self.optimizer, self.dtype, stored, device)
 
     @property
     def device(self) -> torch.device:
@@ -136,17 +166,32 @@ class RowStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows in use and of the indexes."""
+        """Bytes of memory of the rows in use and of the indexes."""
+        if self._cache is not None:
+            indexes = self._cache.nbytes + sum(each.nbytes for each in self._dynamic)
+            if isinstance(self._cache.below, RowSegments):
+                figures = self._cache.below.figures()
+                indexes += figures.index_bytes + figures.buffer_bytes
+            return self.lines.nbytes + indexes
         rows = sum(each.index.rows for each in self._dynamic) if self._dynamic else len(self.lines)
         return rows * self.lines.line_bytes + sum(d.nbytes for d in self._dynamic)
+
+    @property
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the rows on disk."""
+        if self._cache is None or not isinstance(self._cache.below, RowSegments):
+            return 0
+        return self._cache.below.figures().disk_bytes
 
     @property
     def steady_rows(self) -> list[Tensor]:
         """Memory of the rows if only updates change them.
 
-        Nothing for dynamic tables and for an exact Adam, whose rows change when they are read.
+        Nothing for dynamic tables, for tables with tiers, and for an exact Adam, whose rows change when they are read.
         """
-        return [] if self._dynamic or self._history is not None else self.lines.tensors
+        is_steady = not self._dynamic and self._history is None and self._cache is None
+        return self.lines.tensors if is_steady else []
 
     @property
     def step_bytes(self) -> int:
@@ -204,24 +249,70 @@ class RowStore:
             rows = keys
         return rows
 
-    def read(self, rows: SlabRows) -> Tensor:
-        """Return the weights of rows, zero for keys that have no row: [U] -> [U, w]."""
+    def read(self, rows: SlabRows, learns: bool = False) -> Tensor:
+        """Return the weights of rows, zero for keys that have no row: [U] -> [U, w].
+
+        Args:
+            rows: the rows.
+            learns: True if the running step will update the rows.
+        """
         absent = rows.here < 0 if self._dynamic else None
         if absent is None or not bool(absent.any()):
-            self._catch_up(rows)
-            return self.lines.weights(rows.there)
+            return self._weights(rows, learns)
         present = rows.here[~absent]  # of a dynamic table, which is on the host
-        self._catch_up(SlabRows(present, present))
         weights = torch.zeros(absent.numel(), len(self.columns), dtype=self.dtype)
-        weights[~absent] = self.lines.weights(present)
+        weights[~absent] = self._weights(SlabRows(present, present), learns)
         return weights
 
-    def can_lend(self, rows: SlabRows) -> bool:
-        """Bring rows up to date; return True if all of them exist, so that they may be read in place."""
+    def read_ahead(self, keys: Tensor, stretches: Sequence[TableRange], steps: int) -> None:
+        """Bring rows of keys into memory for a step that is ``steps`` after the running one, as far as there is room.
+
+        Another thread than the one that trains may call this method. Keys without a row are ignored.
+        """
+        if self._cache is not None:
+            rows = self.rows(keys, stretches, learns=False)
+            self._cache.read_ahead(unique(rows[rows >= 0]).keys, steps)
+
+    def lend(self, rows: SlabRows, learns: bool = False) -> Tensor | None:
+        """Bring rows up to date and return their places in ``lines``, for reading until the next call of this store.
+
+        None if some of them do not exist, or if they are more than the rows that may be in memory.
+        """
         if self._dynamic and bool((rows.here < 0).any()):
-            return False
-        self._catch_up(rows)
-        return True
+            return None
+        if self._cache is not None and rows.here.numel() > len(self.lines):
+            return None
+        places = self._places(rows, learns)
+        self._catch_up(rows.here, places)
+        return places
+
+    def _weights(self, rows: SlabRows, learns: bool) -> Tensor:
+        """Return the weights of rows that exist, up to date."""
+        most = rows.here.numel() if self._cache is None else len(self.lines)
+        found = []
+        for start in range(0, max(rows.here.numel(), 1), max(most, 1)):
+            part = rows.part(start, start + most)
+            places = self._places(part, learns)
+            self._catch_up(part.here, places)
+            found.append(self.lines.weights(places))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _places(self, rows: SlabRows, learns: bool) -> Tensor:
+        """Return the places of rows in ``lines``, which stay there until the next call."""
+        if self._cache is None:
+            return rows.there
+        return self._cache.lend(rows.here, changes=self._history is not None, learns=learns)
+
+    @property
+    def is_tiered(self) -> bool:
+        """True if only some of the rows are in memory."""
+        return self._cache is not None
+
+    @property
+    def rows_too_many(self) -> int:
+        """Number of rows with gradients in the running step beyond those that may be in memory."""
+        rows, _ = self._gradients.merged(self._like)
+        return 0 if self._cache is None else max(rows.here.numel() - len(self.lines), 0)
 
     # Learning ----------------------------------------------------------------------------------------------------
 
@@ -241,12 +332,15 @@ class RowStore:
         rows, grads = self._gradients.merged(self._like)
         self._gradients.clear()
         lr = self.tables.optimizer.lr * lr_factor
-        self._catch_up(rows)
+        places = rows.there
+        if self._cache is not None:
+            places = self._cache.lend(rows.here, changes=True, learns=True)
+        self._catch_up(rows.here, places)
         scale = 1.0 / divisor
-        squares = self._mean_squares(rows.there, grads, scale)
+        squares = self._mean_squares(places, grads, scale)
         if rows.here.numel():
             self.lines.update(
-                rows.there,
+                places,
                 grads,
                 lr=lr,
                 step=step,
@@ -263,17 +357,39 @@ class RowStore:
             each.score(step)
             each.forget_candidates(step)
         is_spread = not self._alike and self.tables.place.placement != "table"
-        evict(self._dynamic, self._group if is_spread else None, step)
+        with self._rows_that_go():
+            evict(self._dynamic, self._group if is_spread else None, step)
+        if self._cache is not None:
+            self._cache.end_step()
 
     def drop(self) -> None:
         """Discard the gradients since the last step, and the keys that came with them."""
         self._gradients.clear()
         self.forget_keys_of_step()
 
+    def take_figures(self) -> CacheFigures | None:
+        """Return the counts of the cache since the last call; None without tiers."""
+        return None if self._cache is None else self._cache.take_figures()
+
+    def close(self) -> None:
+        """Remove the rows on disk; a store with tiers cannot be read afterwards."""
+        if self._cache is not None and isinstance(self._cache.below, RowSegments):
+            self._cache.below.close()
+
     def forget_keys_of_step(self) -> None:
         """Undo the insertion of keys into dynamic tables since the last step."""
-        for each in self._dynamic:
-            each.forget_step()
+        with self._rows_that_go():
+            for each in self._dynamic:
+                each.forget_step()
+
+    @contextlib.contextmanager
+    def _rows_that_go(self) -> Iterator[None]:
+        """Remove the rows from all tiers that the dynamic tables give up inside the context."""
+        freed = [each.index.freed for each in self._dynamic]
+        yield
+        if self._cache is not None:
+            for each, before in zip(self._dynamic, freed, strict=True):
+                self._cache.remove(each.index.freed_since(before) + each.base)
 
     def resume(self, steps: int, lr_factors: Sequence[float]) -> None:
         """Continue after ``steps`` steps, which had these factors of the learning rate."""
@@ -292,7 +408,7 @@ class RowStore:
         table_keys = [philox.key_of(self._seed, _start_name(table.name)) for table in self.tables.tables]
         if self._dynamic:
             ids = torch.empty_like(rows)
-            ends = [*(each.base for each in self._dynamic[1:]), len(self.lines)]
+            ends = [*(each.base for each in self._dynamic[1:]), 1 << 62]
             for table, end, key in zip(self._dynamic, ends, table_keys, strict=True):
                 own = torch.nonzero((rows >= table.base) & (rows < end))[:, 0]
                 ids[own] = row_ids(key, table.index.keys_of(rows[own] - table.base))
@@ -317,13 +433,14 @@ class RowStore:
         self._group.all_reduce(sums, f"squares of {self.tables}", "gradients").wait()
         return sums / self.tables.width
 
-    def _catch_up(self, rows: SlabRows) -> None:
+    def _catch_up(self, rows: Tensor, places: Tensor) -> None:
+        """Replay the steps that rows at places of ``lines`` missed, for an exact Adam; ``rows`` is on the host."""
         if self._history is None:
             return
-        stood = None if self._stood is None else self._stood[rows.here]
-        self.lines.catch_up(self._history, rows.there, stood)
+        stood = None if self._stood is None else self._stood[rows]
+        self.lines.catch_up(self._history, places, stood)
         if self._stood is not None:
-            self._stood[rows.here] = len(self._history)
+            self._stood[rows] = len(self._history)
 
     # Dynamic tables ----------------------------------------------------------------------------------------------
 
@@ -340,7 +457,13 @@ class RowStore:
     def _begin(self, table: DynamicIndex, keys: Tensor, rows: Tensor) -> None:
         """Write start weights and optimizer state of new rows."""
         policy = next(each for each in self.tables.tables if each.name == table.name)
-        self.lines.write(rows, self._start_lines(table.start_key, keys, policy.start_bound))
+        lines = self._start_lines(table.start_key, keys, policy.start_bound)
+        if self._cache is None:
+            self.lines.write(rows, lines)
+            return
+        most = len(self.lines)
+        for part, of_part in zip(rows.split(most), lines.split(most), strict=True):
+            self.lines.write(self._cache.begin(part), of_part)
 
     # Rows in and out ---------------------------------------------------------------------------------------------
 
@@ -369,10 +492,8 @@ class RowStore:
         order = order[buckets[order].argsort(stable=True)]
         if part is not None:
             order = order[writer_of(buckets[order], part[1]) == part[0]]
-        keys, here = keys[order], rows[order]
-        rows = here.to(self.device)
-        self._catch_up(SlabRows(here, rows))
-        weights, state = self.lines.stored(rows)
+        keys, rows = keys[order], rows[order]
+        weights, state = self._stored(rows)
         return KeyedRows(
             keys,
             weights,
@@ -382,6 +503,39 @@ class RowStore:
             candidates,
         )
 
+    def _stored(self, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return weights and optimizer state of distinct rows, up to date, in whatever tier they are."""
+        if self._cache is None:
+            places = rows.to(self.device)
+            self._catch_up(rows, places)
+            return self.lines.stored(places)
+        found = [self.lines.stored(rows[:0])]
+        window = self._cache.window
+        for part in rows.split(len(window)):
+            places = torch.arange(part.numel())
+            self._cache.copy(part, window)
+            if self._history is not None:
+                # The rows of a table without tiers change here too, so that later steps have the same bits.
+                is_behind = window.stored(places)[1]["step"][:, 0] < len(self._history)
+                window.catch_up(self._history, places, None)
+                self._cache.overwrite(part[is_behind], window, places[is_behind])
+            found.append(window.stored(places))
+        weights, states = zip(*found, strict=True)
+        return torch.cat(weights), {name: torch.cat([each[name] for each in states]) for name in states[0]}
+
+    def _put(self, rows: Tensor, lines: Tensor) -> None:
+        """Replace the lines of distinct rows: int64 [n], [n, w + state]."""
+        if self._cache is None:
+            self.lines.write(rows, lines)
+            if self._stood is not None:
+                self._stood[rows] = lines[:, -1].int()
+            return
+        window = self._cache.window
+        for part, of_part in zip(rows.split(len(window)), lines.split(len(window)), strict=True):
+            places = torch.arange(part.numel())
+            window.write(places, of_part)
+            self._cache.overwrite(part, window, places)
+
     def state_names(self) -> list[str]:
         """Return the names of the optimizer state that a row has beside its weights."""
         return [name for name, _ in state_columns(self.optimizer, len(self.columns))]
@@ -389,14 +543,19 @@ class RowStore:
     def restart(self, place: int) -> None:
         """Reset a table to its start rows; a dynamic table becomes empty."""
         if self._dynamic:
-            self._dynamic[place].clear()
+            self._clear(self._dynamic[place])
         else:
-            self._draw(place, self._static_keys(place))
+            self._draw(place)
 
     def clear(self) -> None:
         """Remove all keys from the dynamic tables."""
         for each in self._dynamic:
-            each.clear()
+            self._clear(each)
+
+    def _clear(self, table: DynamicIndex) -> None:
+        if self._cache is not None:
+            self._cache.remove(table.index.items()[1] + table.base)
+        table.clear()
 
     def load_candidates(self, place: int, candidates: Tensor) -> None:
         """Load waiting keys and their scores, int64 [m, 2], as far as they belong to this rank."""
@@ -452,9 +611,7 @@ class RowStore:
                     f"{', '.join(rows.state)}; another optimizer wrote them"
                 )
             start += columns
-        self.lines.write(places, lines)
-        if self._stood is not None:
-            self._stood[places] = lines[:, -1].int()
+        self._put(places, lines)
 
     def _belongs(self, place: int, keys: Tensor) -> Tensor:
         """Return a mask of the keys of a table that this rank holds."""
@@ -478,11 +635,18 @@ class RowStore:
         rows = static_row(keys, self._group.size) if self.tables.place.placement == "row" else keys
         return rows + self.tables.base_on(place, self._group.index)
 
-    def _draw(self, place: int, keys: Tensor) -> None:
-        """Write the start lines of a static table."""
-        table = self.tables.tables[place]
+    def _draw(self, place: int) -> None:
+        """Reset a static table to its start rows, as they are drawn after the steps so far."""
+        table, index = self.tables.tables[place], self._group.index
+        self._drawn_at[place] = self._steps
+        base = self.tables.base_on(place, index)
+        if self._cache is not None:
+            rows = self.tables.places[place].rows_on(table.rows or 0, index, self._group.size)
+            for start in range(0, rows, _START_ROWS):
+                self._cache.remove(torch.arange(start, min(start + _START_ROWS, rows)) + base)
+            return
+        keys = self._static_keys(place)
         key = philox.key_of(self._seed, _start_name(table.name))
-        base = self.tables.base_on(place, self._group.index)
         for start in range(0, keys.numel(), _START_ROWS):
             part = keys[start : start + _START_ROWS]
             lines = self._start_lines(key, part, table.start_bound)
@@ -491,8 +655,20 @@ class RowStore:
             if self._stood is not None:
                 self._stood[where] = lines[:, -1].int()
 
-    def _start_lines(self, key: int, keys: Tensor, bound: float) -> Tensor:
-        """Return start weights and optimizer state of keys: [n, w + state]."""
+    def _draw_at(self, memory: LineMemory, places: Tensor, rows: Tensor) -> None:
+        """Write the start lines of rows of static tables to places of ``memory``: both int64 [n]."""
+        assert isinstance(memory, RowLines), "a cache draws into lines of this store"
+        found = self.tables.keys_at(rows, self._group.index)
+        for place in found.places.unique().tolist():
+            mine, number = found.places == place, found.tables[place]
+            table = self.tables.tables[number]
+            key = philox.key_of(self._seed, _start_name(table.name))
+            lines = self._start_lines(key, found.keys[mine], table.start_bound, self._drawn_at[number])
+            memory.write(places[mine], lines)
+
+    def _start_lines(self, key: int, keys: Tensor, bound: float, steps: int | None = None) -> Tensor:
+        """Return start weights and optimizer state of keys after ``steps`` steps, None: now. [n, w + state]."""
+        steps = self._steps if steps is None else steps
         width = len(self.columns)
         lines = torch.empty(keys.numel(), self.lines.columns, dtype=self.dtype)
         if bound:
@@ -502,8 +678,16 @@ class RowStore:
             )
         else:
             lines[:, :width] = 0
-        lines[:, width:] = torch.tensor(self.optimizer.start(width, self._steps), dtype=self.dtype)
+        lines[:, width:] = torch.tensor(self.optimizer.start(width, steps), dtype=self.dtype)
         return lines
+
+
+def _segments(tables: TableGroup, group: Group, line_bytes: int, rows: int) -> RowSegments:
+    """Return segments in the folder that the tables name, for at most ``rows`` rows of this rank."""
+    tiers = tables.tables[0].tiers
+    assert tiers is not None, "tables of a group have tiers together"
+    name = f"table {tables.tables[0].name!r}" if len(tables.tables) == 1 else f"tables {tables}"
+    return RowSegments(tiers.folder, name, line_bytes, rows, group.ranks[group.index])
 
 
 def _start_name(table: str) -> str:

@@ -307,13 +307,15 @@ class GatheredKeysExchange(TableExchange):
         if self.tables.place.placement == "data_parallel" or self.group.size == 1:
             start = sum(parts[:me])
             own = rows.part(start, start + parts[me])
-            if not store.can_lend(own):
-                return self._pooled(asked, store.read(own))
+            places = store.lend(own, learns)
+            if places is None:
+                return self._pooled(asked, store.read(own, learns))
             # Pool from the lines, without a copy of the rows. Keys of static tables are rows already.
-            are_rows = asked.fused.keys.device == own.there.device and not self.tables.is_dynamic
-            index = asked.fused.keys if are_rows else own.there[asked.inverse]
+            are_rows = asked.fused.keys.device == places.device and not self.tables.is_dynamic
+            are_places = are_rows and not store.is_tiered
+            index = asked.fused.keys if are_places else places[asked.inverse]
             return self._pooled(asked, store.lines.pooled_from, index)
-        served = self.wire.packed(store.read(rows))  # [A, D/N]
+        served = self.wire.packed(store.read(rows, learns))  # [A, D/N]
         widths = [len(self.tables.columns(rank)) for rank in self._ranks]
         elements = [[part * self.wire.width(width) for part in parts] for width in widths]
         output = served.new_empty(sum(row[me] for row in elements))
@@ -407,7 +409,7 @@ class DistinctRowsExchange(TableExchange):
     def fetch(self, asked: KeyRequest, store: RowStore, learns: bool) -> list[Tensor]:
         """Return the vectors of each run, pooled on this rank from the rows that the owners send."""
         assert asked.arrived is not None, "keys are exchanged before vectors are fetched"
-        served = self.wire.packed(store.read(_rows(asked, store, learns)))
+        served = self.wire.packed(store.read(_rows(asked, store, learns), learns))
         came = back(served, asked.counts, self.group, f"vectors of {self._name}")
         return self._pooled(asked, self.wire.unpacked(came, self.tables.width))
 
@@ -489,7 +491,7 @@ class PooledSumsExchange(TableExchange):
         """Return the sums of the bags, added over the owners if placed by row."""
         assert asked.arrived is not None and asked.bags is not None, "keys are exchanged before vectors"
         counts, offsets, weights, inverse = asked.bags
-        sums = pool(store.read(_rows(asked, store, learns)), inverse, offsets, "sum", weights).values
+        sums = pool(store.read(_rows(asked, store, learns), learns), inverse, offsets, "sum", weights).values
         came = back(self.wire.packed(sums), counts, self.group, f"sums of {self._name}")
         arrived = self.wire.unpacked(came, self.tables.width)
         if self.tables.place.placement == "row" and self.group.size > 1:

@@ -1,0 +1,119 @@
+"""Engines whose tables have only some rows in memory: the numbers of tables that fit, with rows read ahead and without,
+through saves, loads by other engines, evaluations, and steps that are given up."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardwise
+from shardwise.comm.world import World
+from shardwise.plan.action import Kind
+from shardwise.tiers.row_tiers import RowTiersPolicy
+from tests.engine.step.test_keys_ahead import COPIES, MIXED, loader_of
+from tests.engine.tables_net import Net, batch, row_of
+
+FEW = 120
+"""Rows in memory of each table; a step of all ranks has about 90 of the large ones."""
+
+
+def engine_of(
+    world: World, placements: dict[str, str], folder: str | None, accumulation: int, **more: Any
+) -> Any:
+    net = Net(placements)
+    if folder is not None:
+        tiers = RowTiersPolicy(host_rows=FEW, disk=Path(folder))
+        net.tables.tables = tuple(each.model_copy(update={"tiers": tiers}) for each in net.tables.tables)
+    config = {
+        "precision": "fp64",
+        "optimizer": {"type": "adamw", "lr": 1e-2},
+        "max_grad_norm": 0.5,
+        "comm": {"timeout_s": 60},
+        "batch": {"global_size": 12, "micro_size": 12 // world.size // accumulation},
+        **more,
+    }
+    return shardwise.initialize(net, config, world=world)
+
+
+def life(
+    world: World,
+    placements: dict[str, str],
+    folder: str | None,
+    depth: int,
+    accumulation: int = 1,
+    steps: int = 24,
+    saves: str | None = None,
+) -> dict[str, Any]:
+    """Losses, norms, evaluations and rows of a run; ``saves``: a folder for a checkpoint in the middle."""
+    engine = engine_of(world, placements, folder, accumulation)
+    loader, found, ahead = loader_of(world, False, 12 // world.size // accumulation), [], []
+    with engine.prefetch(loader, depth) as batches_of_steps:
+        for batches in batches_of_steps:
+            result = engine.train_step(batches)
+            found.append((result.loss, result.grad_norm))
+            ahead.append([done.action.kind for done in engine.trace.ahead])
+            if result.step % 10 == 5:
+                engine(**batch(500 + world.rank))
+                engine.discard()
+                found.append(engine.evaluate([(batch(2000 + world.rank), 1.0)]))
+            if saves is not None and result.step == steps // 2:
+                engine.save(saves)
+            if result.step == steps:
+                break
+    figures = engine.take_tier_figures()
+    held, planned = engine.held_bytes(), engine.plan.bytes_per_rank()
+    found_rows = row_of(engine)
+    engine.close()
+    reads = {kind for kinds in ahead[2:] for kind in kinds}
+    return {
+        "found": found,
+        "rows": found_rows,
+        "reads": Kind.READ in reads,
+        "figures": None if figures is None else vars(figures),
+        "cache": (held.get("table cache"), planned.get("table cache")),
+        "left": [] if folder is None else [each.name for each in Path(folder).iterdir()],
+    }
+
+
+def compare(ranks: Any, size: int, placements: dict[str, str], folder: Path, depth: int, *rest: Any) -> None:
+    plain = ranks(size).run(life, placements, None, 0, *rest)
+    tiered = ranks(size).run(life, placements, str(folder), depth, *rest)
+    for here, there in zip(tiered, plain, strict=True):
+        assert here["found"] == there["found"]
+        assert here["rows"] == there["rows"]
+        assert here["reads"] == (depth > 0) and not there["reads"]
+        assert here["figures"]["hits"] and here["figures"]["written"]
+        assert bool(here["figures"]["read_ahead"]) == (depth > 0)
+        assert here["cache"][0] == here["cache"][1], "the Plan counts the rows in memory"
+    assert not [name for each in tiered for name in each["left"] if "rank" in name], "the files are gone"
+
+
+def test_no_bit_changes(ranks: Any, tmp_path: Path) -> None:
+    compare(ranks, 2, MIXED, tmp_path, 2, 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("placements", [MIXED, COPIES, {}], ids=["mixed", "copies", "auto"])
+def test_no_bit_changes_at_any_depth(
+    ranks: Any, tmp_path: Path, placements: dict[str, str], size: int, depth: int
+) -> None:
+    compare(ranks, size, placements, tmp_path, depth, 1, 60)
+
+
+def go_on(world: World, placements: dict[str, str], folder: str | None, saved: str) -> Any:
+    engine = engine_of(world, placements, folder, 1)
+    engine.load(saved)
+    found = [engine.train_step([batch(3000 + step + world.rank)]).loss for step in range(4)]
+    rows = row_of(engine)
+    engine.close()
+    return found, rows
+
+
+def test_a_checkpoint_holds_all_rows(ranks: Any, tmp_path: Path) -> None:
+    """It is written with tiers and read without, on another number of ranks, and the other way round."""
+    saved, disk = str(tmp_path / "saved"), tmp_path / "disk"
+    disk.mkdir()
+    ranks(1).run(life, MIXED, str(disk), 1, 1, 12, saved)
+    assert ranks(2).run(go_on, COPIES, None, saved) == ranks(2).run(go_on, COPIES, str(disk), saved)
