@@ -55,7 +55,7 @@ def test_a_run_may_go_back_to_a_step_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such folder; expected auto, never, or the path"):
+    with pytest.raises(UsageError, match="no such folder; expected auto, best, never, or the path"):
         RunFolder(tmp_path).start_from(str(tmp_path / "nowhere"))
 
 

@@ -291,7 +291,8 @@ def best_kept(world: World, folder: str) -> list[list[int]]:
         engine.barrier()
         found.append(sorted(int(path.name.split("_")[1]) for path in Path(folder).glob("step_*")))
         engine.barrier()
-    assert not engine.is_best(0.6) and engine.is_best(0.6, higher_is_better=True)
+    assert not engine.is_best(0.6) and engine.is_best(0.4) and not engine.is_best(0.5)
+    assert engine.is_best(9.0, higher_is_better=True) and not engine.is_best(float("inf"), higher_is_better=True)
     engine.close()
     return found
 

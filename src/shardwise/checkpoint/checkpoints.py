@@ -143,6 +143,7 @@ class Checkpoints:
             run=run or secrets.token_hex(4),
             keep_last=self.policy.keep_last,
             keep_every=self.policy.keep_every,
+            keep_best=max(self.policy.keep_best, 1),
             read_back=self.policy.read_back,
             warn=self._warn,
         )
@@ -168,7 +169,7 @@ class Checkpoints:
         texts: Mapping[str, str] | None = None,
         asynchronous: bool | None = None,
         copies: Sequence[TensorPieces] = (),
-        best: int | None = None,
+        best: Sequence[int] = (),
     ) -> None:
         """Save ``items`` as step ``step``.
 
@@ -184,7 +185,8 @@ class Checkpoints:
             texts: Contents of small files by path, such as ``model/config.json``.
             asynchronous: Write while training continues; None: as the policy says.
             copies: More items, whose tensors no other code changes: they are written without a copy.
-            best: Number of a step that is kept whatever ``keep_last`` is.
+            best: Numbers of the steps that were saved with a score, best first. The first ``keep_best`` of those that
+                exist, at least one, are kept whatever ``keep_last`` is.
 
         Raises:
             CheckpointError: if the step is not saved, or earlier saves failed too often.

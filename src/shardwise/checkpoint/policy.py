@@ -1,8 +1,13 @@
 """Keys under ``checkpoint:``: when and how the model state is saved."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from shardwise.base.policy import Policy
+
+HIGHER_IS_BETTER = {"loss": False, "log_loss": False, "auc": True, "accuracy": True}
+"""True for the metrics of evaluations of which a higher value is better."""
 
 
 class CheckpointPolicy(Policy):
@@ -14,11 +19,18 @@ class CheckpointPolicy(Policy):
     """Steps kept, newest first; ``null`` keeps all. The newest is never removed before a newer one is verified."""
     keep_every: int | None = Field(default=None, ge=1)
     """Steps between saved steps that are kept in addition: every step whose number is a multiple of this."""
-    keep_best: bool = False
-    """Save after every evaluation that is the best so far, and keep that step whatever comes after it.
+    keep_best: int = Field(default=0, ge=0)
+    """Steps kept for their evaluation, in addition: the run saves after every evaluation that is among this many best.
 
-    The measure is the validation loss, or the AUC of clicks. A resumed run keeps the best step too.
+    ``true`` is 1. The best steps stay whatever comes after them, also when the run is resumed; ``--step best`` names the
+    first of them. An evaluation whose result is not a number makes no step the best.
     """
+    best_metric: str | None = None
+    """Metric of an evaluation that says which steps are the best: ``loss``; of clicks ``auc`` or ``log_loss``; of
+    pictures ``accuracy``, ``loss`` or a metric of ``train.metrics``. Left out: ``auc``, ``accuracy``, or else ``loss``.
+    """
+    best_is: Literal["higher", "lower"] | None = None
+    """Better values of ``best_metric``, which a metric of ``train.metrics`` needs; the other metrics have theirs."""
     asynchronous: bool = True
     """Copy to host memory, then write while training continues; costs one host copy of this rank's state."""
     read_back: bool = True

@@ -60,8 +60,8 @@ class StepContents:
     """Write tied tensors under all their names, for readers without support for ties."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Contents of more small files by path: ``model/config.json`` and the like. Only rank 0's are written."""
-    best: int | None = None
-    """Number of the step that is never removed, however many follow."""
+    best: Sequence[int] = ()
+    """Numbers of the steps that were saved with a score, best first; the first of them that exist are not removed."""
 
 
 @dataclass
@@ -71,6 +71,8 @@ class CheckpointWriter:
     run: str
     keep_last: int | None
     keep_every: int | None
+    keep_best: int
+    """Number of the best steps that are kept."""
     read_back: bool
     warn: Callable[[str], None]
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -365,8 +367,9 @@ class CheckpointSave:
         assert self._committed is not None, "only a committed step is followed by tidying"
         try:
             self._files.replace(self._folder.root / LATEST, f"{self._committed.name}\n".encode())
+            writer = self._writer
             self._folder.retain(
-                self._writer.keep_last, self._writer.keep_every, self._committed, self._contents.best
+                writer.keep_last, writer.keep_every, self._committed, self._contents.best, writer.keep_best
             )
         except (OSError, CheckpointError) as error:
             why = in_words(error) if isinstance(error, OSError) else error

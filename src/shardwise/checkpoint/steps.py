@@ -23,6 +23,7 @@ step 400 of its earlier life, and is kept longer.
 import contextlib
 import re
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -259,9 +260,14 @@ class CheckpointFolder:
             self.root.rmdir()
 
     def retain(
-        self, keep_last: int | None, keep_every: int | None, committed: Path, best: int | None = None
+        self,
+        keep_last: int | None,
+        keep_every: int | None,
+        committed: Path,
+        best: Sequence[int] = (),
+        keep_best: int = 1,
     ) -> None:
-        """Remove steps older than the newest ``keep_last``, except every ``keep_every``-th step and the ``best``.
+        """Remove steps older than the newest ``keep_last``, except every ``keep_every``-th step and the best steps.
 
         Only readable steps count, so damaged steps never push out the last good one; damaged steps are left to the
         user.
@@ -270,7 +276,9 @@ class CheckpointFolder:
             keep_last: Number of steps to keep; None: all.
             keep_every: Interval of steps that are kept in addition.
             committed: The step just committed.
-            best: Number of a step that is kept.
+            best: Numbers of steps, best first; steps among them that do not exist, because their save failed, are
+                passed over.
+            keep_best: Number of the best steps to keep.
 
         Raises:
             DamagedError: if ``committed`` cannot be read; nothing is removed then.
@@ -284,6 +292,8 @@ class CheckpointFolder:
                 f"{committed}: cannot be read right after it was committed; nothing was removed"
             )
         kept: set[int] = set()
+        there = {one.step for one in readable}
+        best_kept = set([step for step in best if step in there][:keep_best])
         for one in found:
             # Remove the old step, readable or not, if the step that replaced it is readable.
             if ".old-" in one.path.name:
@@ -295,5 +305,5 @@ class CheckpointFolder:
             wanted = keep_last is None or len(kept) < keep_last or one.path == committed
             if wanted:
                 kept.add(one.step)
-            elif one.step != best and not (keep_every and one.step % keep_every == 0):
+            elif one.step not in best_kept and not (keep_every and one.step % keep_every == 0):
                 self.trash(one.path)

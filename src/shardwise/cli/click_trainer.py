@@ -42,7 +42,7 @@ class ClickTrainer(Trainer):
     """One rank's run over clicks."""
 
     record_kind = ClickRecord
-    higher_is_better = True
+    metric = "auc"
 
     def __init__(
         self,
@@ -133,7 +133,18 @@ class ClickTrainer(Trainer):
                 metrics.add(logits_in(output), batch["labels"])
         self.score = metrics.result(self.ranks)
         self.tally = self._count_rows()
+        if math.isnan(self.score.auc) and self.world.rank == 0:
+            _log.warning(
+                "the AUC is undefined: all %d samples held out have the same label; set data.validation so that both "
+                "labels are held out",
+                self.score.samples,
+            )
         return self.score.auc
+
+    def results(self) -> dict[str, float]:
+        """Return the AUC and the log loss of the last evaluation."""
+        assert self.score is not None, "evaluated before"
+        return {"auc": self.score.auc, "log_loss": self.score.log_loss}
 
     def with_evaluation(self, record: Any) -> ClickRecord:
         """Return the record with the score, and the numbers of rows in the tables."""

@@ -25,6 +25,7 @@ import typer
 from shardwise.base.errors import CheckpointError, ConfigError, DamagedError, UsageError
 from shardwise.base.regular_files import expanded
 from shardwise.base.words import bytes_text, counted, printable
+from shardwise.cli.chosen_step import NEWEST, StepOption, check_word, step_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -95,6 +96,7 @@ def command(
     separator: _Separator = None,
     malformed_limit: _MalformedLimit = 0,
     experts: _Experts = None,
+    step: StepOption = NEWEST,
 ) -> None:
     """Turn data, checkpoints and configurations into other forms.
 
@@ -102,8 +104,11 @@ def command(
     a DeepSpeed configuration ours.
     """
     path = Path(source)
+    check_word(step)
+    if step != NEWEST and not _is_checkpoint(path):
+        raise UsageError(f"convert: --step {step} names a step of a run, and {source} holds no checkpoint")
     if experts is not None:
-        _upcycle(path, out, experts)
+        _upcycle(path, out, experts, step)
         return
     if out.suffix in (".yaml", ".yml"):
         _translate(path, out)
@@ -124,7 +129,7 @@ def command(
     elif any(path.glob("*_states.pt")) or any(path.glob("*/*_states.pt")):
         _from_deepspeed(path, out)
     elif _is_checkpoint(path):
-        _export(path, out)
+        _export(path, out, step)
     elif (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         _import(path, out)
     else:
@@ -239,16 +244,14 @@ def _pack(source: str, out: Path, **options: Any) -> None:
     typer.echo(f"{out}: {count_text(len(made))} rows, {columns}, {bytes_text(out.stat().st_size)}{skipped}")
 
 
-def _export(source: Path, out: Path) -> None:
-    """Write the newest step of ``source``.
+def _export(source: Path, out: Path, which: str) -> None:
+    """Write a step of ``source``.
 
-    A run that saves meanwhile may remove the step that was found (``checkpoint.keep_last``); the next newest is used
-    then.
+    A run that saves meanwhile may remove the step that was found (``checkpoint.keep_last``); the newest, or the best, of
+    those that are left is used then.
     """
-    from shardwise.cli.trained import newest_step
-
     for left in reversed(range(_TRIES)):
-        step = newest_step(source)
+        step = step_at(source, which)
         try:
             _export_step(step, source, out)
             return
@@ -295,14 +298,14 @@ def _import(source: Path, out: Path) -> None:
     typer.echo(f"{out}: step 0 with the weights of {source}; a run begins with them by init_from: {out}")
 
 
-def _upcycle(source: Path, out: Path, experts: str) -> None:
+def _upcycle(source: Path, out: Path, experts: str, which: str) -> None:
     from shardwise.checkpoint import verify
-    from shardwise.cli.trained import gpt_of, newest_step, tokenizer_of
+    from shardwise.cli.trained import gpt_of, tokenizer_of
     from shardwise.config.run import RunConfig
     from shardwise.models import GptPolicy, open_weights
     from shardwise.models.upcycle import upcycled, upcycled_policy
 
-    step = newest_step(source)
+    step = step_at(source, which)
     dense, config = gpt_of(step)
     keys = _keys(experts)
     if not isinstance(keys, dict):

@@ -1,4 +1,4 @@
-"""Evaluations of a run: whether they still improve, and the value of a step."""
+"""Evaluations of a run: whether they still improve, and the score of a step."""
 
 import logging
 from typing import Any
@@ -43,14 +43,20 @@ class RunEvaluations:
     def __init__(self, stop: EarlyStopPolicy | None, higher_is_better: bool):
         self.step: int | None = None
         """Step that was evaluated last."""
-        self._value: float | None = None
-        """Value of the last evaluation, if this process made it."""
+        self._score: float | None = None
+        """Score of the step that was evaluated last, if this process made the evaluation and best steps are kept."""
         self._stop = None if stop is None else EarlyStop(stop.patience, stop.min_delta, higher_is_better)
 
-    def judge(self, step: int, value: float) -> None:
-        """Record the value of the evaluation after ``step``."""
+    def judge(self, step: int, value: float, score: float | None = None) -> None:
+        """Record the evaluation after ``step``.
+
+        Args:
+            step: Number of the step.
+            value: Value that decides whether the run ends early.
+            score: Value that decides whether the step is one of the best; None: no such steps are kept.
+        """
         stop = self._stop
-        self.step, self._value = step, value
+        self.step, self._score = step, score
         if stop is not None and stop.update(step, value):
             _log.info(
                 "the last %d evaluations were no better than %.5f after step %d: the run ends",
@@ -64,9 +70,9 @@ class RunEvaluations:
         """True if the run should end."""
         return self._stop is not None and self._stop.is_over
 
-    def value_of(self, step: int) -> float | None:
-        """Return the value of the evaluation after ``step``; None if it was not the last."""
-        return self._value if self.step == step else None
+    def score_of(self, step: int) -> float | None:
+        """Return the score of ``step``; None if it has none, or another step was evaluated last."""
+        return self._score if self.step == step else None
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON values."""

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from shardwise.cli.chosen_step import NEWEST, StepOption
+
 
 def command(
     source: Annotated[Path, typer.Argument(help="A run folder, its checkpoints, or one step.")],
@@ -29,11 +31,12 @@ def command(
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same text.")] = 0,
+    step: StepOption = NEWEST,
     as_json: Annotated[
         bool, typer.Option("--json", help="The text, its tokens and the step of the weights as JSON.")
     ] = False,
 ) -> None:
-    """Continue a prompt with the newest checkpoint of a run."""
+    """Continue a prompt with a checkpoint of a run, the newest if ``--step`` names no other."""
     import torch
 
     from shardwise.base.words import printable
@@ -41,7 +44,7 @@ def command(
     from shardwise.models.generate import generate
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    trained = open_trained(source, device or torch.device("cpu"))
+    trained = open_trained(source, device or torch.device("cpu"), step)
     begin = sys.stdin.read() if prompt == "-" else prompt
     tokens = trained.tokenizer.encode(begin) or [trained.tokenizer.end_of_document or 0]
     given = torch.tensor([tokens], device=device or "cpu")

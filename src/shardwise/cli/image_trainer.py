@@ -52,7 +52,7 @@ class ImageTrainer(Trainer):
     """One rank's run over pictures."""
 
     record_kind = ImageRecord
-    higher_is_better = True
+    metric = "accuracy"
 
     def __init__(
         self,
@@ -117,6 +117,10 @@ class ImageTrainer(Trainer):
         if len(self.score) > len(_OURS):
             _log.info("after step %d: %s", self.engine.step_count, self._told(set(self.score) - _OURS))
         return self.score["accuracy"]
+
+    def results(self) -> dict[str, float]:
+        """Return all metrics of the last evaluation."""
+        return self.score
 
     def _outputs(self) -> Iterator[tuple[Any, Tensor, int]]:
         """Yield the model's outputs for held-out pictures, their labels, and how many count. Collective."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.base.words import bytes_text, printable
+from shardwise.cli.chosen_step import StepOption, step_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,15 +19,21 @@ if TYPE_CHECKING:
 def command(
     directory: Annotated[Path, typer.Argument(help="A run folder, its checkpoints, or one step.")],
     verify: Annotated[bool, typer.Option(help="Read every byte and hold it against its checksum.")] = True,
+    step: StepOption = "",
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor of a step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="All that is known, as JSON.")] = False,
 ) -> None:
-    """Print, size and verify a checkpoint, or a folder of them. Exit code 1 if one is damaged."""
+    """Print, size and verify a checkpoint, or a folder of them. Exit code 1 if one is damaged.
+
+    With ``--step`` only one step of a folder is inspected.
+    """
     from rich.console import Console
 
     from shardwise.checkpoint import StepSummary, describe
     from shardwise.cli.run_folder import RunFolder
 
+    if step:
+        directory = step_at(directory, step).path
     inside = RunFolder(directory).checkpoints
     found = describe(inside if inside.is_dir() else directory, verify)
     steps = (found,) if isinstance(found, StepSummary) else found.steps

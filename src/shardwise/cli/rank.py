@@ -49,7 +49,7 @@ def train(request: CommandRequest) -> int:
     folder = RunFolder(Path(config.output_dir))
     world.record_in(folder.flight)
     console = lasting_console(quiet=world.rank != 0)
-    start = folder.start_from(request.resume)
+    start = folder.start_from(request.resume, request.step)
     # Our launcher already copies rank 0's output into its log, except output to a terminal, which it does not read.
     # Copied lines therefore get the form of the log.
     is_copied = world.rank == 0 and is_in_job() and not console.is_terminal

@@ -5,6 +5,7 @@ import shlex
 from dataclasses import asdict, dataclass
 
 from shardwise.base.errors import ConfigError
+from shardwise.cli.chosen_step import NEWEST
 from shardwise.cli.examples import named
 from shardwise.config.run import RunConfig, load
 
@@ -20,6 +21,8 @@ class CommandRequest:
     ranks: int | None = None
     memory_snapshot: str | None = None
     """File from whose name those of the ranks' memory snapshots are made."""
+    step: str = NEWEST
+    """Step of the run to resume from: a value of ``--step``."""
     host_words: tuple[str, ...] = ()
     """Options of hosts, as words of the command line."""
 

@@ -45,6 +45,7 @@ from shardwise.base.regular_files import read_small_file, read_small_text, write
 from shardwise.base.words import in_words, printable
 from shardwise.checkpoint.files import FileSystem, lies_at
 from shardwise.checkpoint.steps import CheckpointFolder, steps_at
+from shardwise.cli.chosen_step import BEST, NEWEST, check_word, step_at
 from shardwise.config.run import RunConfig, read_file
 from shardwise.observe.log import log_path
 
@@ -125,12 +126,28 @@ class RunFolder:
             for path in self.checkpoints.iterdir()
         )
 
-    def start_from(self, resume: str) -> Path | None:
+    def start_from(self, resume: str, which: str = NEWEST) -> Path | None:
         """Return the checkpoint, or folder of checkpoints, to start from under ``--resume``; None for a fresh start.
 
+        Args:
+            resume: Value of ``--resume``.
+            which: Value of ``--step``.
+
         Raises:
-            UsageError: if ``resume`` and the folder do not fit together.
+            UsageError: if ``resume``, ``which`` and the folder do not fit together.
+            CheckpointError: if there is no such step.
         """
+        check_word(which)
+        if resume == BEST and which == NEWEST:
+            resume, which = "auto", BEST
+        start = self._start_from(resume)
+        if which == NEWEST:
+            return start
+        if start is None:
+            raise UsageError(f"--step {which}: {self.root} holds no checkpoint to begin from; name a run by --resume")
+        return step_at(start, which).path
+
+    def _start_from(self, resume: str) -> Path | None:
         if resume == "never":
             if self.has_checkpoints():
                 raise UsageError(
@@ -145,7 +162,7 @@ class RunFolder:
             path = RunFolder(path).checkpoints
         if not path.is_dir():
             raise UsageError(
-                f"--resume {resume}: there is no such folder; expected auto, never, or the path of a run folder, "
+                f"--resume {resume}: there is no such folder; expected auto, best, never, or the path of a run folder, "
                 f"of a folder of checkpoints, or of one step in it"
             )
         if self.has_checkpoints() and self.checkpoints.resolve() not in (

@@ -156,6 +156,11 @@ class TextTrainer(Trainer):
         self.val_loss = self.engine.evaluate(self._weighted_validation())
         return self.val_loss
 
+    def results(self) -> dict[str, float]:
+        """Return the mean loss of the last evaluation."""
+        assert self.val_loss is not None, "evaluated before"
+        return {"loss": self.val_loss}
+
     def with_evaluation(self, record: Any) -> StepRecord:
         """Return the record with the validation loss."""
         found: StepRecord = record._replace(val_loss=self.val_loss)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.chosen_step import NEWEST, StepOption
 from shardwise.cli.launch import (
     Exclude,
     Exports,
@@ -44,8 +45,8 @@ _Overrides = Annotated[
 _Resume = Annotated[
     str,
     typer.Option(
-        help="auto: from the newest whole checkpoint in the run folder, if any; never: refuse to go on; "
-        "or the PATH of a run, of its checkpoints or of one step."
+        help="auto: from the newest whole checkpoint in the run folder, if any; best: from the best one in it; "
+        "never: refuse to go on; or the PATH of a run, of its checkpoints or of one step."
     ),
 ]
 _Profile = Annotated[int, typer.Option(min=0, help="Trace this many steps of every rank.")]
@@ -81,6 +82,7 @@ def command(
     ranks: _Ranks = None,
     overrides: _Overrides = None,
     resume: _Resume = "auto",
+    step: StepOption = NEWEST,
     profile: _Profile = 0,
     memory_snapshot: _MemorySnapshot = None,
     check: _Check = False,
@@ -112,7 +114,7 @@ def command(
     )  # fmt: skip
     world = place_of(choice, counts_devices=False).world if check and choice.names_hosts() else ranks
     words = tuple(choice.words())
-    request = CommandRequest(config, tuple(overrides or ()), resume, profile, world, memory_snapshot, words)
+    request = CommandRequest(config, tuple(overrides or ()), resume, profile, world, memory_snapshot, step, words)
     if (as_json or memory) and not check:
         from shardwise.base.errors import UsageError
 
@@ -160,7 +162,7 @@ def _launch(request: "CommandRequest", choice: "HostChoice") -> int:
         check_snapshot(request.memory_snapshot, device_type_of(wanted.comm.device))
     resolve(wanted, place.world, "cpu")
     folder = RunFolder(Path(wanted.output_dir))
-    folder.start_from(request.resume)
+    folder.start_from(request.resume, request.step)
     if not choice.node_rank and not choice.renders:
         with folder.claimed():
             pass  # rank 0 locks the folder for the whole run; a second run is refused before its ranks start

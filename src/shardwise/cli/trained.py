@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.base.errors import CheckpointError, MismatchError, UsageError
-from shardwise.checkpoint import Checkpoints, FlatSlice, Manifest, StepSummary, TensorPieces, describe
-from shardwise.cli.run_folder import RunFolder
+from shardwise.base.errors import MismatchError, UsageError
+from shardwise.checkpoint import Checkpoints, FlatSlice, Manifest, StepSummary, TensorPieces
+from shardwise.cli.chosen_step import NEWEST, step_at
 from shardwise.config.run import RunConfig
 from shardwise.data import DataPolicy, Tokenizer, load_tokenizer
 from shardwise.engine.state.saved_state import SavedState
@@ -21,21 +21,6 @@ class TrainedModel(NamedTuple):
     model: Gpt
     tokenizer: Tokenizer
     step: int
-
-
-def newest_step(path: Path) -> StepSummary:
-    """Return the newest step that opens at ``path``: a run folder, a folder of steps or a step.
-
-    Raises:
-        CheckpointError: if none opens.
-    """
-    inside = RunFolder(path).checkpoints
-    found = describe(inside if inside.is_dir() else path, check=False)
-    steps = (found,) if isinstance(found, StepSummary) else found.steps
-    for step in steps:
-        if not step.problem:
-            return step
-    raise CheckpointError(f"{path}: none of its {len(steps)} steps opens; the newest: {steps[0].problem}")
 
 
 def gpt_of(step: StepSummary) -> tuple[GptPolicy, RunConfig]:
@@ -95,14 +80,15 @@ def _described(model: Any) -> str:
     return "a model of your own (model.target)" if isinstance(model, TargetPolicy) else f"a {model.name}"
 
 
-def open_trained(path: Path, device: torch.device) -> TrainedModel:
-    """Load the model of :func:`newest_step`, checking every byte against its checksum.
+def open_trained(path: Path, device: torch.device, which: str = NEWEST) -> TrainedModel:
+    """Load the model of a step, checking every byte against its checksum.
 
     Args:
         path: Path of a run, of its checkpoints or of one step.
         device: Device of the model.
+        which: Step of the run, as for :func:`step_at`.
     """
-    step = newest_step(path)
+    step = step_at(path, which)
     policy, config = gpt_of(step)
     with torch.device("meta"):
         model = Gpt(policy)

@@ -23,6 +23,8 @@ from torch import nn
 import shardwise
 from shardwise.base.errors import DataError, DivergedError, MismatchError, UsageError
 from shardwise.base.words import bytes_text
+from shardwise.checkpoint.policy import HIGHER_IS_BETTER
+from shardwise.cli.best_metric import BestMetric
 from shardwise.cli.evaluations import RunEvaluations
 from shardwise.cli.outlook.forecast import RunOutlook
 from shardwise.cli.outlook.model_copy import ModelCopy
@@ -155,8 +157,8 @@ class Trainer(ABC):
 
     record_kind: ClassVar[type[Record]]
     """Class of the records that ``step`` makes."""
-    higher_is_better: ClassVar[bool] = False
-    """True if a larger value is better for ``early_stop``."""
+    metric: ClassVar[str] = "loss"
+    """Metric for ``early_stop``, and by which steps are the best if ``checkpoint.best_metric`` names no other."""
 
     def __init__(
         self,
@@ -203,8 +205,10 @@ class Trainer(ABC):
         """Timelines of the last step of a pipeline, predicted and measured."""
         self.outlook = RunOutlook(self.engine, folder, self.config, copied)
         """What was foreseen of this run, beside what it takes."""
-        self.evaluations = RunEvaluations(self.config.train.early_stop, self.higher_is_better)
-        self.saves = RunSaves(self.engine, folder.checkpoints, self._content, self.higher_is_better)
+        self.evaluations = RunEvaluations(self.config.train.early_stop, HIGHER_IS_BETTER[self.metric])
+        self._best_by = BestMetric.of(self.config.checkpoint, self.metric)
+        higher = self._best_by.higher_is_better
+        self.saves = RunSaves(self.engine, folder.checkpoints, self._content, higher)
 
     # What a subclass defines -------------------------------------------------------------------------------------
 
@@ -242,6 +246,10 @@ class Trainer(ABC):
     @abstractmethod
     def evaluate(self) -> float:
         """Evaluate on the held-out data, keep the result, and return the value for ``early_stop``. Collective."""
+
+    @abstractmethod
+    def results(self) -> dict[str, float]:
+        """Return the metrics of the last evaluation, by name."""
 
     @abstractmethod
     def with_evaluation(self, record: Any) -> Record:
@@ -447,7 +455,10 @@ class Trainer(ABC):
         record = self.record(result, step_s, weights is not None)._replace(**columns)
         every = self.config.train.eval_every
         if self.validation is not None and ((every and result.step % every == 0) or self.is_last_step):
-            self.evaluations.judge(self.engine.step_count, self.evaluate())
+            value, score = self.evaluate(), None
+            if self.config.checkpoint.keep_best:
+                score = self._best_by.value_in(self.results(), self.engine.step_count)
+            self.evaluations.judge(self.engine.step_count, value, score)
             record = self.with_evaluation(record)
         return record
 
@@ -457,14 +468,13 @@ class Trainer(ABC):
 
     @property
     def _score(self) -> float | None:
-        """Value of this step, if it was evaluated and the best step is kept."""
-        keeps = self.config.checkpoint.keep_best
-        return self.evaluations.value_of(self.engine.step_count) if keeps else None
+        """Score of this step, if it was evaluated and the best steps are kept."""
+        return self.evaluations.score_of(self.engine.step_count)
 
     @property
     def _is_best(self) -> bool:
         score = self._score
-        return score is not None and self.engine.is_best(score, self.higher_is_better)
+        return score is not None and self.engine.is_best(score, self._best_by.higher_is_better)
 
     def close(self) -> list[str]:
         """Return the lines for the end of a completed run. Collective."""

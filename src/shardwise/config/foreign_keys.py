@@ -16,6 +16,8 @@ FOREIGN_KEYS = {
     "optim": "optimizer.type",
     "dataloader_num_workers": "data.workers",
     "load_best_model_at_end": "checkpoint.keep_best",
+    "metric_for_best_model": "checkpoint.best_metric",
+    "greater_is_better": "checkpoint.best_is",
     "eval_interval": "train.eval_every",
     "eval_steps": "train.eval_every",
     "eval_iters": "data.validation_samples",

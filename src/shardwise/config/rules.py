@@ -33,6 +33,13 @@ def _backends() -> list[str]:
     return torch.compiler.list_backends(exclude_tags=())
 
 
+def _metrics_of(config: RunConfig) -> tuple[str, ...]:
+    """Return the metrics that every evaluation on the configuration's data has."""
+    if isinstance(config.data, ClickPolicy):
+        return ("auc", "log_loss")
+    return ("accuracy", "loss") if isinstance(config.data, ImagePolicy) else ("loss",)
+
+
 RULES = (
     ConfigRule(
         "compile backend",  # listing the backends imports torch's compiler (a second), so the default skips it
@@ -208,6 +215,34 @@ RULES = (
         lambda c: (
             "train: metrics are computed from outputs and labels of pictures; set data.kind: images, or leave "
             "metrics out"
+        ),
+    ),
+    ConfigRule(
+        "best steps",
+        lambda c: c.checkpoint.keep_best > 0 or (c.checkpoint.best_metric is None and c.checkpoint.best_is is None),
+        lambda c: (
+            "checkpoint: best_metric and best_is say which steps are the best, and keep_best: 0 keeps none of them; set "
+            "keep_best to the number of steps to keep, or leave them out"
+        ),
+    ),
+    ConfigRule(
+        "best metric",
+        lambda c: c.checkpoint.best_metric in (None, *_metrics_of(c)) or c.train.metrics is not None,
+        lambda c: (
+            f"checkpoint.best_metric: {c.checkpoint.best_metric!r} is not a metric of an evaluation on this data"
+            f"{nearest(str(c.checkpoint.best_metric), _metrics_of(c))}; expected {' or '.join(_metrics_of(c))}"
+        ),
+    ),
+    ConfigRule(
+        "direction of the best metric",
+        lambda c: (
+            c.checkpoint.best_metric in (None, *_metrics_of(c))
+            or c.train.metrics is None
+            or c.checkpoint.best_is is not None
+        ),
+        lambda c: (
+            f"checkpoint.best_metric: {c.checkpoint.best_metric!r} is a metric of train.metrics; say in "
+            "checkpoint.best_is if higher or lower values of it are better"
         ),
     ),
     ConfigRule(

@@ -629,8 +629,9 @@ class Engine(StateAccess):
             trainer: JSON data of the user, which ``load`` returns.
             asynchronous: write in the background; None: ``checkpoint.asynchronous``.
             texts: contents of small files to store with the step, by name.
-            score: result of an evaluation of this step, equal on all ranks. The step with the best score so far
-                (``best``) is kept whatever ``checkpoint.keep_last`` is, also after a resume.
+            score: result of an evaluation of this step, equal on all ranks. The steps with the best scores so far are
+                kept whatever ``checkpoint.keep_last`` is, also after a resume: ``checkpoint.keep_best`` of them, at
+                least the first (``best``).
             higher_is_better: True if a larger score is better.
 
         Raises:
@@ -641,7 +642,9 @@ class Engine(StateAccess):
         self._saves.save(directory, trainer, score, higher_is_better, asynchronous=asynchronous, texts=texts)
 
     def is_best(self, score: float, higher_is_better: bool = False) -> bool:
-        """Return True if ``score`` is better than the scores of all steps saved with a score; False for NaN.
+        """Return True if a step saved now with ``score`` would be among the best; False for NaN and infinities.
+
+        There are ``checkpoint.keep_best`` best steps, at least one. Of equal scores, that of the earlier step is better.
 
         Args:
             score: the score to compare.

@@ -95,7 +95,8 @@ class StateAccess:
     @property
     def best(self) -> tuple[int, float] | None:
         """(step, score) of the best step that was saved with a score."""
-        return self._parts.progress.best
+        best = self._parts.progress.best
+        return best[0] if best else None
 
     @property
     def is_closed(self) -> bool:

@@ -98,8 +98,8 @@ class RunProgress:
     """Optimizer steps that were not skipped; the learning rate schedule counts these steps."""
     skipped_in_a_row: int = 0
     """Steps skipped since the last applied step."""
-    best: tuple[int, float] | None = None
-    """(step, score) of the best step that was saved with a score."""
+    best: list[tuple[int, float]] = field(default_factory=list)
+    """(step, score) of the steps that were saved with a score, best first; the last ones may be left out."""
 
     def count(self, applied: bool) -> None:
         """Count one more step, whose update was applied or skipped."""

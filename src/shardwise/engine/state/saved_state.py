@@ -17,6 +17,17 @@ Scalars = dict[str, float]
 """Numbers of an optimizer that are the same for all elements of a parameter."""
 
 
+_Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
+_Best = list[_Pair] | _Pair
+"""Pairs; or a single pair, as versions wrote it that kept one step."""
+
+
+def best_steps(saved: Any) -> list[tuple[int, float]]:
+    """Return (step, score) of the steps that were saved with a score, best first, from the field ``best``."""
+    pairs = [] if not saved else saved if isinstance(saved[0], list | tuple) else [saved]
+    return [(int(step), float(score)) for step, score in pairs]
+
+
 class OptimizerState(StrictModel):
     """Step counts and other single numbers of the optimizer."""
 
@@ -49,6 +60,8 @@ class EngineState(StrictModel):
     step: Count | None = None
     groups: list[dict[str, Any]] | None = None
     """Numbers of the groups of a user's optimizer."""
+    best: _Best | None = None
+    """(step, score) of the steps that were saved with a score, best first."""
     reference: float = 0.0
     loss_scale: LossScaleState | None = None
     optimizer: OptimizerState = OptimizerState()

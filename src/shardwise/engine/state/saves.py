@@ -1,5 +1,6 @@
 """Saves: the steps that one engine saves and loads, and the best of them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,10 @@ from shardwise.checkpoint.steps import folder_of, newest_until, step_of
 from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.state import saving
 from shardwise.engine.state.loaders import EngineLoaders
+
+
+_SPARE = 8
+"""Scored steps that are remembered beside the best, which one of them follows if its save fails."""
 
 
 class StepSaves:
@@ -30,18 +35,39 @@ class StepSaves:
         higher_is_better: bool,
         **options: Any,
     ) -> None:
-        """Save a step, and record it as the best if its score is. Implements ``Engine.save``."""
-        if score is not None and self.is_best(score, higher_is_better):
-            self._parts.progress.best = (self._parts.progress.step_count, float(score))
+        """Save a step, and record its score. Implements ``Engine.save``."""
+        progress, before = self._parts.progress, self._parts.progress.best
+        if score is not None:
+            progress.best = self._ranked(float(score), higher_is_better)
         self._folder = Path(directory)
-        saving.save(self._parts, self._loaders, Path(directory), dict(trainer or {}), **options)
+        try:
+            saving.save(self._parts, self._loaders, Path(directory), dict(trainer or {}), **options)
+        except BaseException:
+            progress.best = before
+            raise
 
     def is_best(self, score: float, higher_is_better: bool) -> bool:
-        """Return whether a score is better than all scores before. Implements ``Engine.is_best``."""
-        best = self._parts.progress.best
-        if best is None:
-            return score == score
-        return score > best[1] if higher_is_better else score < best[1]
+        """Return whether a step with this score would be kept for it. Implements ``Engine.is_best``."""
+        ranked = self._ranked(float(score), higher_is_better)
+        return (self._parts.progress.step_count, score) in ranked[: self._most]
+
+    @property
+    def _most(self) -> int:
+        """Number of the best steps that are kept."""
+        return max(self._parts.config.checkpoint.keep_best, 1)
+
+    def _ranked(self, score: float, higher_is_better: bool) -> list[tuple[int, float]]:
+        """Return the scored steps with this step among them, best first; of equal scores, the earlier step first.
+
+        A score that is no finite number is left out.
+        """
+        progress = self._parts.progress
+        others = [each for each in progress.best if each[0] != progress.step_count]
+        if not math.isfinite(score):
+            return others
+        sign = -1.0 if higher_is_better else 1.0
+        ranked = sorted([*others, (progress.step_count, score)], key=lambda each: (sign * each[1], each[0]))
+        return ranked[: self._most + _SPARE]
 
     def load(
         self,

@@ -40,7 +40,7 @@ from shardwise.engine.parts.tables import ModelTables
 from shardwise.engine.state import saved_tables
 from shardwise.engine.state.differences import StepDifferences
 from shardwise.engine.state.loaders import EngineLoaders
-from shardwise.engine.state.saved_state import SavedState
+from shardwise.engine.state.saved_state import SavedState, best_steps
 from shardwise.engine.state.state import buckets, finish_updates, own_buffers, settle
 from shardwise.optim.average import EMA
 from shardwise.parallel.zero.bucket import BucketState
@@ -107,7 +107,7 @@ def save(
             {"engine": state, "user": trainer},
             aliases=aliases,
             copies=() if tables is None else tables.items,
-            best=None if progress.best is None else progress.best[0],
+            best=[step for step, _ in progress.best],
             **options,
         )
 
@@ -589,8 +589,7 @@ def _restore(
     progress.applied_steps = int(state.get("applied", progress.step_count))
     progress.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
     parts.optimizer_groups.load_state(state.get("groups"))
-    best = state.get("best")
-    progress.best = None if best is None else (int(best[0]), float(best[1]))
+    progress.best = best_steps(state.get("best"))
     loaders.move_to(state.get("loaders", []))
     parts.accumulation.reference = float(state.get("reference", 0.0))
     if parts.loss_scale is not None and state.get("loss_scale"):
