@@ -22,7 +22,7 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --upgrade pip
 	@# torch first and by itself: with it in place nothing else pulls another build of it
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet -e ".[dev,docs,fp8,hf,kernels,tables]"
+	$(BIN)/pip install --quiet -e ".[dev,docs,fp8,hf,kernels,onnx,tables]"
 	@touch $@
 
 install: $(READY)

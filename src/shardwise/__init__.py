@@ -41,6 +41,7 @@ if (
     from shardwise.parallel.pipeline.layers import Layers as Layers
     from shardwise.parallel.pipeline.layers import LayerSpec as LayerSpec
     from shardwise.parallel.pipeline.layers import TiedSpec as TiedSpec
+    from shardwise.serving.scorer import Scorer as Scorer
     from shardwise.verify.run import verify as verify
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ _HOME = {
     "RouterPolicy": "shardwise.parallel.expert.policy",
     "RowOptimizerPolicy": "shardwise.parallel.embedding.policy",
     "RunConfig": "shardwise.config.run",
+    "Scorer": "shardwise.serving.scorer",
     "ShardwiseError": "shardwise.base.errors",
     "StepResult": "shardwise.engine.step.end",
     "TablePolicy": "shardwise.parallel.embedding.policy",
@@ -81,6 +83,7 @@ __all__ = [
     "RouterPolicy",
     "RowOptimizerPolicy",
     "RunConfig",
+    "Scorer",
     "ShardwiseError",
     "StepResult",
     "TablePolicy",

@@ -176,6 +176,17 @@ def test_nothing_is_removed_after_a_commit_that_cannot_be_read(tmp_path: Path) -
     assert numbers(tmp_path) == [1, 2]
 
 
+def test_the_best_that_are_there_are_kept(tmp_path: Path) -> None:
+    """Step 9 is the best, and its save failed."""
+    checkpoints = writer(tmp_path)
+    save(checkpoints, 1, 2, 3, 4, 5)
+    folder = CheckpointFolder(tmp_path, FileSystem())
+    folder.retain(1, None, tmp_path / "step_00000005", [9, 2, 4, 1], keep_best=2)
+    assert numbers(tmp_path) == [2, 4, 5]
+    folder.retain(1, None, tmp_path / "step_00000005", [9, 2, 4, 1])
+    assert numbers(tmp_path) == [2, 5]
+
+
 def rewrite(step: Path, **changes: int) -> None:
     """Another manifest with a right seal."""
     manifest = Manifest.decode((step / "manifest.json").read_bytes(), "x")

@@ -101,7 +101,8 @@ def killed(trainer: type[Trainer], request: CommandRequest) -> None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.name.split("_")[1]) for path in (folder / "run/checkpoints").glob("step_*"))
+    steps = (folder / "run/checkpoints").glob("step_" + 8 * "[0-9]")
+    return sorted(int(path.name.split("_")[1]) for path in steps)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,10 +161,10 @@ def test_a_run_goes_on_from_its_best_step(tmp_path: Path) -> None:
 def test_no_step_is_the_best_by_an_auc_of_labels_that_are_all_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "clicks.csv").write_text("label,age,item\n" + "".join(f"0,{i % 7},{i % 5}\n" for i in range(60)))
-    request = written(
-        tmp_path, "clicks", best_metric="auc"
+    (tmp_path / "clicks.csv").write_text(
+        "label,age,item\n" + "".join(f"0,{i % 7},{i % 5}\n" for i in range(60))
     )
+    request = written(tmp_path, "clicks", best_metric="auc")
     given = yaml.safe_load(Path(request.config).read_text())
     given["data"] = {"source": str(tmp_path / "clicks.csv"), "kind": "clicks"}
     given["train"]["steps"] = 3
@@ -181,7 +182,10 @@ def test_no_step_is_the_best_by_an_auc_of_labels_that_are_all_equal(
     ("given", "match"),
     [
         ({"checkpoint": {"best_metric": "loss"}}, "keep_best: 0 keeps none of them"),
-        ({"checkpoint": {"keep_best": 1, "best_metric": "auc"}}, "'auc' is not a metric of an evaluation on this data"),
+        (
+            {"checkpoint": {"keep_best": 1, "best_metric": "auc"}},
+            "'auc' is not a metric of an evaluation on this data",
+        ),
         (
             {
                 "checkpoint": {"keep_best": 1, "best_metric": "top2"},

@@ -52,9 +52,11 @@ def test_without_conditions_a_run_never_ends_early() -> None:
     assert not evaluations.is_over and evaluations.state() == {}
 
 
-def test_the_value_of_a_step_is_that_of_the_last_evaluation_alone() -> None:
+def test_the_score_of_a_step_is_that_of_the_last_evaluation_alone() -> None:
     evaluations = RunEvaluations(None, higher_is_better=True)
-    assert evaluations.value_of(1) is None
-    evaluations.judge(1, 0.5)
-    evaluations.judge(2, 0.25)
-    assert (evaluations.value_of(1), evaluations.value_of(2)) == (None, 0.25)
+    assert evaluations.score_of(1) is None
+    evaluations.judge(1, 0.5, 7.0)
+    evaluations.judge(2, 0.25, 8.0)
+    assert (evaluations.score_of(1), evaluations.score_of(2)) == (None, 8.0)
+    evaluations.judge(3, 0.25)
+    assert evaluations.score_of(3) is None

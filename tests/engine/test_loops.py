@@ -292,7 +292,9 @@ def best_kept(world: World, folder: str) -> list[list[int]]:
         found.append(sorted(int(path.name.split("_")[1]) for path in Path(folder).glob("step_*")))
         engine.barrier()
     assert not engine.is_best(0.6) and engine.is_best(0.4) and not engine.is_best(0.5)
-    assert engine.is_best(9.0, higher_is_better=True) and not engine.is_best(float("inf"), higher_is_better=True)
+    assert engine.is_best(9.0, higher_is_better=True) and not engine.is_best(
+        float("inf"), higher_is_better=True
+    )
     engine.close()
     return found
 

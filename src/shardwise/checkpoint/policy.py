@@ -22,7 +22,7 @@ class CheckpointPolicy(Policy):
     keep_best: int = Field(default=0, ge=0)
     """Steps kept for their evaluation, in addition: the run saves after every evaluation that is among this many best.
 
-    ``true`` is 1. The best steps stay whatever comes after them, also when the run is resumed; ``--step best`` names the
+    ``true`` is 1. The best steps stay whatever comes after them, also when the run is resumed; ``--step best`` is the
     first of them. An evaluation whose result is not a number makes no step the best.
     """
     best_metric: str | None = None

@@ -1,8 +1,8 @@
 """The option ``--step``: which of the steps of a run a command takes.
 
-    newest    the newest step that opens
-    best      the first of the steps that ``checkpoint.keep_best`` keeps, and the next of them if it is gone
-    NUMBER    the step of this number
+newest    the newest step that opens
+best      the first of the steps that ``checkpoint.keep_best`` keeps, and the next of them if it is gone
+NUMBER    the step of this number
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,9 @@ def step_at(path: Path, which: str = NEWEST) -> "StepSummary":
     found = describe(inside if inside.is_dir() else path, check=False)
     if isinstance(found, StepSummary):
         if which == BEST or which.isdigit() and int(which) != found.step:
-            raise UsageError(f"--step {which}: {path} is one step; give the run folder or its folder of steps")
+            raise UsageError(
+                f"--step {which}: {path} is one step; give the run folder or its folder of steps"
+            )
         return _opening((found,), path)
     if which == BEST:
         return _best(found.steps, path)
@@ -89,4 +91,6 @@ def _best(steps: "Sequence[StepSummary]", path: Path) -> "StepSummary":
     for number, _ in ranked:
         if number in opening:
             return opening[number]
-    raise CheckpointError(f"--step best: of the best steps {[number for number, _ in ranked]} of {path} none opens")
+    raise CheckpointError(
+        f"--step best: of the best steps {[number for number, _ in ranked]} of {path} none opens"
+    )

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from shardwise.models.upcycle import ComputedTensor
 
 _PICKLES = (".pt", ".pth", ".bin")
+_PROGRAMS = {"onnx": ".onnx", "export": ".pt2"}
+"""The ending of a program's file, by the word of ``--to``."""
 _TRIES = 5
 """Number of newest steps that are tried while a run removes older steps."""
 
@@ -76,6 +78,15 @@ _Separator = Annotated[
 _MalformedLimit = Annotated[
     int, typer.Option("--malformed-limit", min=0, help="For click logs: rows that may be skipped.")
 ]
+_To = Annotated[
+    str | None,
+    typer.Option(
+        "--to",
+        metavar="FORM",
+        help="Of a run of a built-in click-through model: onnx or export (torch.export), the part behind the vectors "
+        "as a program. Left out: by the ending of OUT, .onnx or .pt2.",
+    ),
+]
 _Experts = Annotated[
     str | None,
     typer.Option(
@@ -97,11 +108,12 @@ def command(
     malformed_limit: _MalformedLimit = 0,
     experts: _Experts = None,
     step: StepOption = NEWEST,
+    to: _To = None,
 ) -> None:
     """Turn data, checkpoints and configurations into other forms.
 
-    Text becomes tokens, click logs packed clicks, a checkpoint Hugging Face's form or vectors and back, a .pt tensors,
-    a DeepSpeed configuration ours.
+    Text becomes tokens, click logs packed clicks, a checkpoint Hugging Face's form, a folder for serving or a program,
+    and back, a .pt tensors, a DeepSpeed configuration ours.
     """
     path = Path(source)
     check_word(step)
@@ -112,6 +124,9 @@ def command(
         return
     if out.suffix in (".yaml", ".yml"):
         _translate(path, out)
+        return
+    if to is not None or out.suffix in _PROGRAMS.values():
+        _program(path, out, to, step)
         return
     if path.suffix in _PICKLES and path.is_file():
         _weights(path, out)
@@ -134,6 +149,24 @@ def command(
         _import(path, out)
     else:
         _tokenise(source, out, tokenizer, pattern)
+
+
+def _program(source: Path, out: Path, form: str | None, which: str) -> None:
+    """Write the part of a click-through model behind its vectors as a program."""
+    from shardwise.serving.programs import dense_part_of, write_program
+
+    if form is not None and form not in _PROGRAMS:
+        raise UsageError(f"convert: --to {form}; expected {' or '.join(_PROGRAMS)}")
+    if form is not None and out.suffix != _PROGRAMS[form]:
+        raise UsageError(
+            f"convert: --to {form} writes a {_PROGRAMS[form]} file; name it so, as in {out.stem}{_PROGRAMS[form]}"
+        )
+    step = step_at(source, which).path if _is_checkpoint(source) else None
+    features = write_program(dense_part_of(source, step), source, out)
+    typer.echo(
+        f"{out}: logits(dense, vectors) of {source if step is None else step}; vectors are those of "
+        f"{', '.join(features)}, as shardwise.Scorer(...).vectors returns them"
+    )
 
 
 def _from_deepspeed(source: Path, out: Path) -> None:
@@ -247,8 +280,8 @@ def _pack(source: str, out: Path, **options: Any) -> None:
 def _export(source: Path, out: Path, which: str) -> None:
     """Write a step of ``source``.
 
-    A run that saves meanwhile may remove the step that was found (``checkpoint.keep_last``); the newest, or the best, of
-    those that are left is used then.
+    A run that saves meanwhile may remove the step that was found (``checkpoint.keep_last``); the newest, or the best,
+    of those that are left is used then.
     """
     for left in reversed(range(_TRIES)):
         step = step_at(source, which)
@@ -373,17 +406,14 @@ def _save_start(
 
 
 def _export_tables(step: Path, out: Path) -> None:
-    from shardwise.checkpoint import verify
-    from shardwise.engine.state.saved_tables import tables_in
-    from shardwise.models.vectors import write_vectors
     from shardwise.observe.progress import count_text
+    from shardwise.serving.export import export_step
 
-    if damage := verify(step):
-        raise DamagedError(f"{step}: {damage[0]}; nothing was exported")
-    number, tables = tables_in(step)
-    write_vectors(out, tables, number)
-    rows = count_text(sum(table.rows for table in tables))
-    typer.echo(f"{out}: step {number}, {len(tables)} tables, {rows} rows, for shardwise.Vectors")
+    done = export_step(step, out)
+    typer.echo(
+        f"{out}: step {done.step}, {len(done.tables)} tables, {count_text(done.rows)} rows, for shardwise.Scorer and "
+        "shardwise.Vectors"
+    )
 
 
 def _weights(source: Path, out: Path) -> None:

@@ -144,7 +144,9 @@ class RunFolder:
         if which == NEWEST:
             return start
         if start is None:
-            raise UsageError(f"--step {which}: {self.root} holds no checkpoint to begin from; name a run by --resume")
+            raise UsageError(
+                f"--step {which}: {self.root} holds no checkpoint to begin from; name a run by --resume"
+            )
         return step_at(start, which).path
 
     def _start_from(self, resume: str) -> Path | None:

@@ -114,7 +114,9 @@ def command(
     )  # fmt: skip
     world = place_of(choice, counts_devices=False).world if check and choice.names_hosts() else ranks
     words = tuple(choice.words())
-    request = CommandRequest(config, tuple(overrides or ()), resume, profile, world, memory_snapshot, step, words)
+    request = CommandRequest(
+        config, tuple(overrides or ()), resume, profile, world, memory_snapshot, step, words
+    )
     if (as_json or memory) and not check:
         from shardwise.base.errors import UsageError
 

@@ -219,10 +219,12 @@ RULES = (
     ),
     ConfigRule(
         "best steps",
-        lambda c: c.checkpoint.keep_best > 0 or (c.checkpoint.best_metric is None and c.checkpoint.best_is is None),
         lambda c: (
-            "checkpoint: best_metric and best_is say which steps are the best, and keep_best: 0 keeps none of them; set "
-            "keep_best to the number of steps to keep, or leave them out"
+            c.checkpoint.keep_best > 0 or (c.checkpoint.best_metric is None and c.checkpoint.best_is is None)
+        ),
+        lambda c: (
+            "checkpoint: best_metric and best_is say which steps are the best, and keep_best: 0 keeps none of them; "
+            "set keep_best to the number of steps to keep, or leave them out"
         ),
     ),
     ConfigRule(

@@ -644,7 +644,7 @@ class Engine(StateAccess):
     def is_best(self, score: float, higher_is_better: bool = False) -> bool:
         """Return True if a step saved now with ``score`` would be among the best; False for NaN and infinities.
 
-        There are ``checkpoint.keep_best`` best steps, at least one. Of equal scores, that of the earlier step is better.
+        There are ``checkpoint.keep_best`` best steps, at least one. Of equal scores, the earlier step's is better.
 
         Args:
             score: the score to compare.

@@ -18,6 +18,7 @@ Cost: the first lookup in a table sorts its keys, 16 M bytes beside the map; a l
 Shapes: M rows of a table, D width, n keys.
 """
 
+import hashlib
 import itertools
 import json
 import os
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from shardwise.base.errors import CheckpointError, DamagedError, DataError, UsageError
 from shardwise.base.policy import nearest
-from shardwise.base.regular_files import read_small_file, write_small_file
+from shardwise.base.regular_files import open_regular, read_small_file, write_small_file
 from shardwise.base.strict_json import JSON_BYTES, Count, StrictModel, read_object, validated
 from shardwise.formats.safetensors import SafetensorsWriter, StoredTensor, read_header
 from shardwise.parallel.embedding.rows import KeyedRows
@@ -60,8 +61,21 @@ class StoredTable(NamedTuple):
     D])."""
 
 
+class DensePart(NamedTuple):
+    """The parameters and buffers of a model beside its tables, and what says which model it is."""
+
+    tensors: dict[str, Tensor]
+    """The tensors by their names in the model."""
+    about: dict[str, Any]
+    """What a reader needs to build the model, as JSON values."""
+
+
 def write_vectors(
-    folder: str | Path, tables: Iterable[StoredTable], step: int, dtype: torch.dtype = torch.float32
+    folder: str | Path,
+    tables: Iterable[StoredTable],
+    step: int,
+    dtype: torch.dtype = torch.float32,
+    dense: DensePart | None = None,
 ) -> Path:
     """Write tables into a folder, with one run of rows in memory at a time, and remove the files of an earlier export.
 
@@ -70,6 +84,7 @@ def write_vectors(
         tables: The tables.
         step: The number of optimizer steps done.
         dtype: The dtype of the vectors: fp64, fp32 or fp16.
+        dense: The dense part of the model, which :class:`shardwise.Scorer` reads; None: only tables are written.
 
     Returns:
         The folder.
@@ -90,15 +105,21 @@ def write_vectors(
         for file in _files_of(index) | _files_of(coming)
         if (folder / file).exists() or (folder / f"{file}.part").exists()
     }
-    files = _new_files(folder, [table.name for table in tables], step)
+    names = [table.name for table in tables]
+    files = _new_files(folder, names if dense is None else [*names, _name_beside(names)], step)
     entries = {
         table.name: {"file": file, "rows": table.rows, "width": table.width, "dynamic": table.is_dynamic}
-        for table, file in zip(tables, files, strict=True)
+        for table, file in zip(tables, files, strict=False)
     }
-    content = {"format": _FORMAT, "step": step, "tables": entries, _EARLIER: sorted(earlier)}
+    content: dict[str, Any] = {"format": _FORMAT, "step": step, "tables": entries, _EARLIER: sorted(earlier)}
     # Write the list before the files: if this export is killed, the next one reads here which files it may remove.
+    if dense is not None:
+        content["dense"] = {"file": files[-1], "sha256": "", "about": dense.about}
     _write_json(coming, content)
-    for table, file in zip(tables, files, strict=True):
+    if dense is not None:
+        content["dense"]["sha256"] = _write_dense(folder / files[-1], dense.tensors)
+        _write_json(coming, content)
+    for table, file in zip(tables, files, strict=False):
         shapes = {"keys": (table.rows,), "vectors": (table.rows, table.width)}
         with SafetensorsWriter(folder / file, shapes, {"keys": torch.int64, "vectors": dtype}) as writer:
             for first, keys, vectors in table.parts():
@@ -110,6 +131,24 @@ def write_vectors(
         (folder / file).unlink(missing_ok=True)
         (folder / f"{file}.part").unlink(missing_ok=True)
     return folder
+
+
+def _name_beside(names: Sequence[str]) -> str:
+    """Return the name of the dense part for its file, which is none of the tables' names."""
+    name = "dense"
+    while name in names:
+        name += "_"
+    return name
+
+
+def _write_dense(file: Path, tensors: dict[str, Tensor]) -> str:
+    """Write the tensors of a dense part, and return the SHA-256 of the file."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    with SafetensorsWriter(file, shapes, {name: each.dtype for name, each in tensors.items()}) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    with open_regular(file) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _new_files(folder: Path, names: Sequence[str], step: int) -> list[str]:
@@ -130,6 +169,7 @@ def _files_of(index: Path) -> set[str]:
     try:
         content = json.loads(read_small_file(index, JSON_BYTES))
         files = {*(str(entry["file"]) for entry in content["tables"].values()), *content.get(_EARLIER, [])}
+        files |= {str(content["dense"]["file"])} if "dense" in content else set()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return set()
     return {file for file in files if Path(file).name == file and file.endswith(".safetensors")}
@@ -153,6 +193,7 @@ class Vectors:
         while True:
             try:
                 maps = {name: self._map(name, entry) for name, entry in index.tables.items()}
+                dense = None if index.dense is None else self._read_dense(index.dense)
                 break
             except FileNotFoundError as error:
                 # An export that ended after the index was read has removed its files and written a new index.
@@ -163,6 +204,8 @@ class Vectors:
                     ) from None
         self.step = index.step
         """The number of optimizer steps done when the vectors were saved."""
+        self.dense: DensePart | None = dense
+        """The dense part of the model; None in a folder without one."""
         self._entries = index.tables
         self._maps = maps
         self._order: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -240,6 +283,19 @@ class Vectors:
             raise CheckpointError(f"{file}: another format; this version reads format {_FORMAT}")
         return validated(_TablesIndex, content, str(file))
 
+    def _read_dense(self, entry: "_DenseEntry") -> DensePart:
+        """Read the dense part into memory, after checking the bytes of its file."""
+        file = self.folder / entry.file
+        if Path(entry.file).name != entry.file:
+            raise DamagedError(f"{self.folder / _INDEX}: the dense part names a file outside the folder")
+        with open_regular(file) as stream:
+            if hashlib.file_digest(stream, "sha256").hexdigest() != entry.sha256:
+                raise DamagedError(f"{file}: its bytes do not match their SHA-256 in {_INDEX}; export again")
+        tensors = {
+            name: each.read(0, each.elements).view(each.shape) for name, each in read_header(file).items()
+        }
+        return DensePart(tensors, entry.about)
+
     def _map(self, table: str, entry: "_TablesIndexEntry") -> "_MappedTable":
         file = self.folder / entry.file
         if Path(entry.file).name != entry.file:
@@ -274,12 +330,19 @@ class _TablesIndexEntry(StrictModel):
     dynamic: bool
 
 
+class _DenseEntry(StrictModel):
+    file: str
+    sha256: str
+    about: dict[str, Any]
+
+
 class _TablesIndex(StrictModel):
     """The content of ``tables.json``."""
 
     format: int
     step: Count
     tables: dict[str, _TablesIndexEntry]
+    dense: _DenseEntry | None = None
 
 
 class _MappedTable(NamedTuple):

@@ -66,6 +66,8 @@ class EngineState(StrictModel):
     loss_scale: LossScaleState | None = None
     optimizer: OptimizerState = OptimizerState()
     layout: SavedLayout | None = None
+    click_model: dict[str, Any] | None = None
+    """Description of a built-in click-through model, for serving; None for other models."""
 
 
 class SavedState(StrictModel):

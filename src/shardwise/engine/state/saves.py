@@ -11,7 +11,6 @@ from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.state import saving
 from shardwise.engine.state.loaders import EngineLoaders
 
-
 _SPARE = 8
 """Scored steps that are remembered beside the best, which one of them follows if its save fails."""
 

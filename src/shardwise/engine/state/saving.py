@@ -42,6 +42,7 @@ from shardwise.engine.state.differences import StepDifferences
 from shardwise.engine.state.loaders import EngineLoaders
 from shardwise.engine.state.saved_state import SavedState, best_steps
 from shardwise.engine.state.state import buckets, finish_updates, own_buffers, settle
+from shardwise.models.ctr.build import described
 from shardwise.optim.average import EMA
 from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.registry import Registry, TensorInfo
@@ -83,6 +84,7 @@ def save(
             "common": common[0],
             "exceptions": {plain_name(name): each for name, each in common[1].items()},
         },
+        "click_model": described(parts.model),
         "layout": {"mesh": str(parts.mesh), "zero_stage": parts.config.zero.stage},
     }
     if tables is not None:

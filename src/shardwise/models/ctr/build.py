@@ -1,6 +1,9 @@
 """The construction of a click-through model from a policy and the columns of the data."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
 
 from shardwise.data.clicks.rows import ClickSchema
 from shardwise.models.ctr.dcn import Dcn
@@ -9,6 +12,7 @@ from shardwise.models.ctr.dlrm import Dlrm
 from shardwise.models.ctr.logistic_regression import LogisticRegression
 from shardwise.models.ctr.model import ClickModel
 from shardwise.models.ctr.policy import (
+    CTR_POLICIES,
     CtrPolicy,
     DcnPolicy,
     DeepFmPolicy,
@@ -17,7 +21,12 @@ from shardwise.models.ctr.policy import (
 )
 from shardwise.models.ctr.tables import tables_for
 from shardwise.models.ctr.wide_deep import WideDeep
-from shardwise.parallel.embedding.policy import TablesPolicy
+from shardwise.parallel.embedding.policy import (
+    DynamicPolicy,
+    RowOptimizerPolicy,
+    TablePolicy,
+    TablesPolicy,
+)
 
 
 def build_ctr(
@@ -40,7 +49,19 @@ def build_ctr(
         ConfigError: if ``tables`` names a feature that the data does not have.
     """
     tables = tables or TablesPolicy()
-    given = (len(schema.dense), tables_for(schema, row_width(policy), tables, rows), tables.optimizer, seed)
+    made = tables_for(schema, row_width(policy), tables, rows)
+    return click_model(policy, len(schema.dense), made, tables.optimizer, seed)
+
+
+def click_model(
+    policy: CtrPolicy,
+    dense: int,
+    tables: Sequence[TablePolicy],
+    optimizer: RowOptimizerPolicy | None = None,
+    seed: int = 0,
+) -> ClickModel:
+    """Build the model that ``policy`` describes, with given tables; the arguments are those of :class:`ClickModel`."""
+    given = (dense, tables, optimizer, seed)
     if isinstance(policy, LogisticRegressionPolicy):
         return LogisticRegression(policy, *given)
     if isinstance(policy, WideDeepPolicy):
@@ -50,6 +71,33 @@ def build_ctr(
     if isinstance(policy, DcnPolicy):
         return Dcn(policy, *given)
     return Dlrm(policy, *given)
+
+
+_READ = ("name", "width", "rows", "features", "pooling", "out_of_range")
+"""The fields of a table that reading it depends on."""
+
+
+def described(model: nn.Module) -> dict[str, Any] | None:
+    """Return what :func:`from_description` builds the model from, as JSON values; None if the model is not built in."""
+    if not isinstance(model, ClickModel):
+        return None
+    dumped = [table.model_dump(mode="json", exclude_none=True) for table in model.tables.tables]
+    tables = [{key: table[key] for key in _READ if key in table} for table in dumped]
+    return {"model": model.policy.model_dump(mode="json"), "dense": model.dense, "tables": tables}
+
+
+def from_description(description: Mapping[str, Any]) -> ClickModel:
+    """Build a model from what :func:`described` returned.
+
+    Raises:
+        pydantic.ValidationError: if a value does not fit.
+    """
+    policy = CTR_POLICIES[str(description["model"]["name"])].model_validate(description["model"])
+    tables = [
+        TablePolicy.model_validate(table if "rows" in table else {**table, "dynamic": DynamicPolicy()})
+        for table in description["tables"]
+    ]
+    return click_model(policy, int(description["dense"]), tables)
 
 
 def row_width(policy: CtrPolicy) -> int:

@@ -64,6 +64,7 @@ class ClickModel(nn.Module, ABC):
         self.tables = EmbeddingCollection(tables, optimizer, seed)
         self._features = [name for table in tables for name in table.feature_names]
         self.policy = policy
+        self.dense = dense
         self.make_layers(dense)
         if not any(parameter.is_meta for parameter in self.parameters()):
             draw_all(self, self.initial_rules(), seed)
@@ -86,8 +87,11 @@ class ClickModel(nn.Module, ABC):
             sparse: The keys of each feature.
             labels: [B]; None: the result has no loss.
         """
-        vectors = self._in_order(self.tables.stacked(sparse)).to(dense.dtype)
-        return outcome(self.logits(dense, vectors), labels)
+        return outcome(self.logits(dense, self.vectors(sparse).to(dense.dtype)), labels)
+
+    def vectors(self, sparse: Mapping[str, Ragged]) -> Tensor:
+        """Return the vectors of a batch in the order of the features: [B, F, W]."""
+        return self._in_order(self.tables.stacked(sparse))
 
     def _in_order(self, stacked: Tensor) -> Tensor:
         """Return the vectors in the order of the features.

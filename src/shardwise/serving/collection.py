@@ -1,0 +1,148 @@
+"""ServedCollection: a collection of tables whose vectors come from files, in the place of one that trains.
+
+    keys of a batch -> fuse (fuse.py) -> vectors of all keys (hot_rows.py) -> pooled (ways.py)
+
+Joining, checking and pooling are those of training, so the result is that of ``EmbeddingCollection`` on one rank. A
+batch is not reduced to its distinct keys, because hot keys are found without a search. Calls share no state except hot
+rows, which lock themselves: several threads may call one collection.
+
+Shapes: N keys of a group of tables, D width.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shardwise.base.errors import UsageError
+from shardwise.base.ragged import Ragged
+from shardwise.comm.collectives import Group
+from shardwise.kernels.tables.pooling import gather
+from shardwise.parallel.embedding.batch import PreparedKeys
+from shardwise.parallel.embedding.collection import EmbeddingCollection
+from shardwise.parallel.embedding.fuse import FusedKeys, batch_size, by_sample, fuse
+from shardwise.parallel.embedding.group import TableGroup, group_tables
+from shardwise.parallel.embedding.layout import TablePlacement
+from shardwise.parallel.embedding.ways import KeyRequest, TableExchange
+from shardwise.serving.hot_rows import HotRows, Lookup
+
+
+class _ServedTables(TableExchange):
+    """The tables of one group, and their vectors in files.
+
+    Args:
+        tables: The group of tables.
+        prefix: Name of the collection in the model, with a dot if it is not empty.
+        dtype: The dtype of the vectors.
+        lookup: Function that reads vectors from the files.
+        cache_bytes: Most bytes of memory for hot rows.
+    """
+
+    def __init__(
+        self, tables: TableGroup, prefix: str, dtype: torch.dtype, lookup: Lookup, cache_bytes: int
+    ) -> None:
+        super().__init__(tables, Group.alone("tables"), dtype)
+        names = [f"{prefix}{table.name}" for table in tables.tables]
+        carrier = np.float64 if dtype == torch.float64 else np.float32
+        self.hot = HotRows(names, tables.width, carrier, lookup, cache_bytes)
+        self._of_features = np.array([feature.table for feature in tables.features])
+        self._bases = np.array(tables.bases)
+
+    def vectors(self, asked: KeyRequest) -> list[Tensor]:
+        """Return the output of each run of features, as ``TableExchange.fetch``."""
+        fused = asked.fused
+        rows = torch.from_numpy(self.hot.read(*self._named(fused)))
+        if fused.by_sample and fused.weights is None:
+            return [rows if fused.keys_by_sample else gather(rows, asked.inverse, self.tables.width)]
+        return self._pooled(asked, rows)
+
+    def ask(self, fused: FusedKeys, lane: object = None) -> KeyRequest:
+        """Return the keys of a batch, each with its own place."""
+        places = torch.arange(fused.keys.numel())
+        if fused.by_sample and not fused.keys_by_sample:
+            places = by_sample(places, fused.samples)
+        return KeyRequest(fused, fused.keys, places, torch.empty(0, dtype=torch.int64))
+
+    def _named(self, fused: FusedKeys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the keys of the tables themselves, and the index of the table of each key."""
+        keys = fused.keys.numpy()
+        if self.tables.is_dynamic:
+            return keys, np.repeat(self._of_features, np.diff(fused.starts))
+        tables = np.searchsorted(self._bases[1:], keys, side="right")
+        return keys - self._bases[tables], tables
+
+
+class _ServedParts(NamedTuple):
+    """The groups of tables of a collection, as ``PlacedTables`` has them."""
+
+    parts: tuple[_ServedTables, ...]
+
+
+class ServedCollection(EmbeddingCollection):
+    """A collection whose vectors come from files.
+
+    Args:
+        stands_for: The collection whose place it takes.
+        name: Name of the collection in the model.
+        dtype: The dtype of the vectors: fp32 or fp64.
+        lookup: Function of a table's full name and keys that reads vectors from the files.
+        cache_bytes: Most bytes of memory for hot rows.
+    """
+
+    def __init__(
+        self,
+        stands_for: EmbeddingCollection,
+        name: str,
+        dtype: torch.dtype,
+        lookup: Lookup,
+        cache_bytes: int,
+    ) -> None:
+        super().__init__(stands_for.tables, stands_for.optimizer, stands_for.seed, dtype)
+        places = {table.name: TablePlacement("data_parallel") for table in self.tables}
+        groups = group_tables(self.tables, places, self.optimizer, 1)
+        bytes_of = [cache_bytes * len(each.tables) // len(self.tables) for each in groups]
+        prefix = f"{name}." if name else ""
+        self._served = _ServedParts(
+            tuple(
+                _ServedTables(each, prefix, dtype, lookup, most)
+                for each, most in zip(groups, bytes_of, strict=True)
+            )
+        )
+
+    @property
+    def hot(self) -> list[HotRows]:
+        """The hot rows of each group of tables."""
+        return [part.hot for part in self._served.parts]
+
+    @property
+    def placed(self) -> _ServedParts:  # type: ignore[override]
+        """The groups of tables."""
+        return self._served
+
+    @property
+    def feature_names(self) -> list[str]:
+        """Names of all features, in the order of ``stacked``."""
+        return [feature.name for part in self._served.parts for feature in part.tables.features]
+
+    def _vectors(
+        self, features: "Mapping[str, Ragged] | PreparedKeys"
+    ) -> tuple[PreparedKeys, list[list[Tensor]]]:
+        if isinstance(features, PreparedKeys):
+            raise UsageError(
+                "embedding: a served collection reads features, and no keys that were prepared ahead"
+            )
+        samples = batch_size(features)
+        if not self._has_looked:
+            self._tell_of_unread(features)
+        asked = [part.ask(fuse(part.tables, features, self.dtype)) for part in self._served.parts]
+        offsets = {
+            feature.name: features[feature.name].offsets
+            for part in self._served.parts
+            for feature in part.tables.features
+            if feature.pooling == "none"
+        }
+        found = [part.vectors(each) for part, each in zip(self._served.parts, asked, strict=True)]
+        return PreparedKeys(samples, offsets, asked), found

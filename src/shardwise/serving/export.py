@@ -1,0 +1,111 @@
+"""A saved step of a model with embedding tables as a folder for serving: vectors and the dense part.
+
+    tables.json   which model it is, and the step; the one rename that writes it commits the export
+    *.safetensors  keys and vectors of each table (models/vectors.py); parameters and buffers of the dense part
+
+The dense part is stored as it was saved: the weights in the dtype that computes, without masters and optimizer state.
+"""
+
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.base.errors import DamagedError, UsageError
+from shardwise.base.strict_json import read_object
+from shardwise.checkpoint import Checkpoints, FlatSlice, Manifest, TensorPieces, verify
+from shardwise.checkpoint.files import FileSystem
+from shardwise.checkpoint.load import StepReader
+from shardwise.checkpoint.manifest import TRAINER
+from shardwise.checkpoint.piece import MODEL_KINDS
+from shardwise.checkpoint.steps import open_step
+from shardwise.engine.state.saved_state import SavedState
+from shardwise.engine.state.saved_tables import tables_in
+from shardwise.models.vectors import DensePart, StoredTable, write_vectors
+
+
+class StepToServe(NamedTuple):
+    """The content of a saved step for serving."""
+
+    step: int
+    tables: list[StoredTable]
+    dense: DensePart
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of all tables."""
+        return sum(table.rows for table in self.tables)
+
+
+def opened_step(step: Path) -> StepToServe:
+    """Check every byte of a saved step, and return its content for serving; rows are read when they are written.
+
+    Args:
+        step: Folder of the step.
+
+    Raises:
+        DamagedError: if the step is damaged.
+        UsageError: if its model has no embedding tables.
+    """
+    if damage := verify(step):
+        raise DamagedError(f"{step}: {damage[0]}; nothing was exported")
+    manifest = open_step(step, FileSystem())
+    if not any(tensor.kind == "table" for tensor in manifest.tensors):
+        raise UsageError(
+            f"{step} holds no embedding tables; expected a step of a click-through model, or of another model with an "
+            "EmbeddingCollection"
+        )
+    number, tables = tables_in(step)
+    return StepToServe(number, tables, dense_in(step, manifest))
+
+
+def dense_in(step: Path, manifest: Manifest) -> DensePart:
+    """Return the dense part of a saved step.
+
+    Args:
+        step: Folder of the step.
+        manifest: The step's manifest.
+    """
+    wanted = [tensor for tensor in manifest.tensors if tensor.kind in MODEL_KINDS]
+    found: dict[str, Tensor] = {}
+    items = []
+    for tensor in wanted:
+        flat = torch.empty(prod(tensor.shape), dtype=tensor.torch_dtype)
+        found[tensor.name] = flat.view(tensor.shape)
+        items.append(
+            TensorPieces(
+                tensor.kind, tensor.name, tuple(tensor.shape), flat.dtype, [FlatSlice(0, flat.numel(), flat)]
+            )
+        )
+    if items:
+        Checkpoints(step.parent).load(items, path=step, partial=True, is_checked=True)
+    return DensePart(found, _about(step, manifest))
+
+
+def _about(step: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return what the step says of its model: the description of a built-in one, or the name of a user's function."""
+    text = StepReader(step, manifest, FileSystem()).text(TRAINER)
+    saved = SavedState.of(read_object(text, str(step / TRAINER)), step)
+    config = saved.user.get("config")
+    model = config.get("model") if isinstance(config, dict) else None
+    target = model.get("target") if isinstance(model, dict) else None
+    return {"click_model": saved.engine.click_model, "target": target if isinstance(target, str) else None}
+
+
+def export_step(step: Path, out: Path, vectors: torch.dtype = torch.float32) -> StepToServe:
+    """Write a saved step as a folder for serving.
+
+    Args:
+        step: Folder of the step.
+        out: The folder to write.
+        vectors: The dtype of the vectors.
+
+    Raises:
+        DamagedError: if the step is damaged; nothing is written then.
+        UsageError: if its model has no embedding tables, or ``vectors`` is no dtype of vectors.
+    """
+    found = opened_step(step)
+    write_vectors(out, found.tables, found.step, vectors, dense=found.dense)
+    return found
