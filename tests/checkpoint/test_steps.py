@@ -178,8 +178,7 @@ def test_nothing_is_removed_after_a_commit_that_cannot_be_read(tmp_path: Path) -
 
 def test_the_best_that_are_there_are_kept(tmp_path: Path) -> None:
     """Step 9 is the best, and its save failed."""
-    checkpoints = writer(tmp_path)
-    save(checkpoints, 1, 2, 3, 4, 5)
+    save(writer(tmp_path, keep_last=None), 1, 2, 3, 4, 5)
     folder = CheckpointFolder(tmp_path, FileSystem())
     folder.retain(1, None, tmp_path / "step_00000005", [9, 2, 4, 1], keep_best=2)
     assert numbers(tmp_path) == [2, 4, 5]

@@ -277,7 +277,7 @@ def _pack(source: str, out: Path, **options: Any) -> None:
     typer.echo(f"{out}: {count_text(len(made))} rows, {columns}, {bytes_text(out.stat().st_size)}{skipped}")
 
 
-def _export(source: Path, out: Path, which: str) -> None:
+def _export(source: Path, out: Path, which: str = NEWEST) -> None:
     """Write a step of ``source``.
 
     A run that saves meanwhile may remove the step that was found (``checkpoint.keep_last``); the newest, or the best,

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise import checkpoint
 from shardwise.base.errors import DamagedError, UsageError
 from shardwise.base.strict_json import read_object
-from shardwise.checkpoint import Checkpoints, FlatSlice, Manifest, TensorPieces, verify
+from shardwise.checkpoint import Checkpoints, FlatSlice, Manifest, TensorPieces
 from shardwise.checkpoint.files import FileSystem
 from shardwise.checkpoint.load import StepReader
 from shardwise.checkpoint.manifest import TRAINER
@@ -49,7 +50,7 @@ def opened_step(step: Path) -> StepToServe:
         DamagedError: if the step is damaged.
         UsageError: if its model has no embedding tables.
     """
-    if damage := verify(step):
+    if damage := checkpoint.verify(step):
         raise DamagedError(f"{step}: {damage[0]}; nothing was exported")
     manifest = open_step(step, FileSystem())
     if not any(tensor.kind == "table" for tensor in manifest.tensors):

@@ -141,8 +141,8 @@ def _check_packages() -> None:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            f"ONNX is written by the packages onnx and onnxscript, and {error.name} is not installed: pip install "
-            f"'shardwise[onnx]'; or write a {EXPORTED} file, which torch alone writes and reads"
+            f"ONNX is written by the packages onnx and onnxscript, and {error.name} is not installed: pip install onnx "
+            f"onnxscript; or write a {EXPORTED} file, which torch alone writes and reads"
         ) from None
 
 
