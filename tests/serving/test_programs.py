@@ -13,7 +13,9 @@ from shardwise.models.vectors import DensePart
 from shardwise.serving.programs import DenseProgram, ProgramInputs, dense_part_of, write_program
 from tests.serving.served import FEATURES, Own, built
 
-NAMES = sorted(CTR_POLICIES)
+NAMES = [
+    pytest.param(name, marks=() if name == "dlrm" else pytest.mark.soak) for name in sorted(CTR_POLICIES)
+]
 
 
 def dense_of(model: torch.nn.Module) -> DensePart:
@@ -81,7 +83,7 @@ def test_other_models_and_forms_are_refused(tmp_path: Path) -> None:
 def test_without_its_packages_onnx_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "onnxscript", None)
     pytest.importorskip("onnx")
-    with pytest.raises(UsageError, match=r"onnxscript is not installed: pip install 'shardwise\[onnx\]'"):
+    with pytest.raises(UsageError, match=r"onnxscript is not installed: pip install onnx onnxscript"):
         write_program(dense_of(built("dlrm")), tmp_path, tmp_path / "dense.onnx")
 
 

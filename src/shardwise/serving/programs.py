@@ -14,6 +14,7 @@ Shapes: B samples, F features, N dense features, W width of rows.
 import contextlib
 import io
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -147,7 +148,8 @@ def _check_packages() -> None:
 
 
 def _as_onnx(made: ProgramInputs) -> bytes:
-    with contextlib.redirect_stdout(io.StringIO()):  # torch prints its progress
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # torch prints its progress
+        warnings.simplefilter("ignore")  # torch warns of what its own exporter calls
         program = torch.onnx.export(
             made.exported(),
             input_names=["dense", "vectors"],
