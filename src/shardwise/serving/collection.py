@@ -21,6 +21,7 @@ from shardwise.base.errors import UsageError
 from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.kernels.tables.pooling import gather
+from shardwise.kernels.tables.wire import RowWire
 from shardwise.parallel.embedding.batch import PreparedKeys
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.fuse import FusedKeys, batch_size, by_sample, fuse
@@ -44,7 +45,7 @@ class _ServedTables(TableExchange):
     def __init__(
         self, tables: TableGroup, prefix: str, dtype: torch.dtype, lookup: Lookup, cache_bytes: int
     ) -> None:
-        super().__init__(tables, Group.alone("tables"), dtype)
+        super().__init__(tables, Group.alone("tables"), RowWire("fp32", dtype))
         names = [f"{prefix}{table.name}" for table in tables.tables]
         carrier = np.float64 if dtype == torch.float64 else np.float32
         self.hot = HotRows(names, tables.width, carrier, lookup, cache_bytes)

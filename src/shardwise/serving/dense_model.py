@@ -59,7 +59,7 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
     Raises:
         MismatchError: if the model lacks a tensor, has another one, or has one in another shape.
     """
-    wanted = dict(model.named_parameters())
+    wanted: dict[str, Tensor] = dict(model.named_parameters())
     kept = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
     wanted |= {name: buffer for name, buffer in model.named_buffers() if name in kept}
     differ = [
