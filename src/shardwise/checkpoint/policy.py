@@ -31,6 +31,10 @@ class CheckpointPolicy(Policy):
     """
     best_is: Literal["higher", "lower"] | None = None
     """Better values of ``best_metric``, which a metric of ``train.metrics`` needs; the other metrics have theirs."""
+    tables_full_every: int | None = Field(default=None, ge=1)
+    """Saves after which the rows of embedding tables are saved in full again. The saves between hold only the rows that
+    changed since the last full one, which is kept as long as a later step needs it. Rows take 4 bytes more. Left out,
+    every save holds all rows. The first save after a load is full."""
     asynchronous: bool = True
     """Copy to host memory, then write while training continues; costs one host copy of this rank's state."""
     read_back: bool = True

@@ -28,7 +28,7 @@ from shardwise.base.words import bytes_text, counted, printable
 from shardwise.cli.chosen_step import NEWEST, StepOption, check_word, step_at
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -87,6 +87,15 @@ _To = Annotated[
         "as a program. Left out: by the ending of OUT, .onnx or .pt2.",
     ),
 ]
+_Since = Annotated[
+    int | None,
+    typer.Option(
+        "--since",
+        min=0,
+        help="For a run with embedding tables: write the rows that came, changed and went since this step, which must "
+        "be among the checkpoints.",
+    ),
+]
 _Experts = Annotated[
     str | None,
     typer.Option(
@@ -109,6 +118,7 @@ def command(
     experts: _Experts = None,
     step: StepOption = NEWEST,
     to: _To = None,
+    since: _Since = None,
 ) -> None:
     """Turn data, checkpoints and configurations into other forms.
 
@@ -121,6 +131,9 @@ def command(
         raise UsageError(f"convert: --step {step} names a step of a run, and {source} holds no checkpoint")
     if experts is not None:
         _upcycle(path, out, experts, step)
+        return
+    if since is not None:
+        _export_since(path, out, since, step)
         return
     if out.suffix in (".yaml", ".yml"):
         _translate(path, out)
@@ -278,7 +291,12 @@ def _pack(source: str, out: Path, **options: Any) -> None:
 
 
 def _export(source: Path, out: Path, which: str = NEWEST) -> None:
-    """Write a step of ``source``.
+    """Write a step of ``source``."""
+    _of_step(source, out, which, partial(_export_step, source=source, out=out))
+
+
+def _of_step(source: Path, out: Path, which: str, export: "Callable[[StepSummary], None]") -> None:
+    """Export a step of ``source``.
 
     A run that saves meanwhile may remove the step that was found (``checkpoint.keep_last``); the newest, or the best,
     of those that are left is used then.
@@ -286,7 +304,7 @@ def _export(source: Path, out: Path, which: str = NEWEST) -> None:
     for left in reversed(range(_TRIES)):
         step = step_at(source, which)
         try:
-            _export_step(step, source, out)
+            export(step)
             return
         except (CheckpointError, OSError):
             is_gone = not (step.path / "manifest.json").is_file()
@@ -413,6 +431,60 @@ def _export_tables(step: Path, out: Path) -> None:
     typer.echo(
         f"{out}: step {done.step}, {len(done.tables)} tables, {count_text(done.rows)} rows, for shardwise.Scorer and "
         "shardwise.Vectors"
+    )
+
+
+def _export_since(source: Path, out: Path, since: int, which: str = NEWEST) -> None:
+    """Write the differences of the tables between step ``since`` and a later step of ``source``."""
+    if not _is_checkpoint(source):
+        raise UsageError(
+            f"convert --since {since}: {source} holds no checkpoints; give a run with embedding tables, its "
+            "checkpoints or one step of them"
+        )
+    _of_step(source, out, which, partial(_export_changes, out=out, since=since))
+
+
+def _export_changes(step: "StepSummary", out: Path, since: int) -> None:
+    from shardwise.checkpoint import verify
+    from shardwise.checkpoint.steps import step_name
+    from shardwise.engine.state.stored_rows import changes_between
+    from shardwise.models.increments import write_increment
+    from shardwise.observe.progress import count_text
+
+    older = step.path.parent / step_name(since)
+    if not any(row.kind == "table" for row in step.tensors):
+        raise UsageError(f"convert --since {since}: {step.path} holds no embedding tables; leave out --since")
+    if since >= step.step:
+        raise UsageError(
+            f"convert --since {since}: the newest step of {step.path.parent} is {step.step}; name an older one"
+        )
+    _check_is_there(older, since)
+    try:
+        for path in (older, step.path):
+            if damage := verify(path):
+                raise DamagedError(f"{path}: {damage[0]}; nothing was exported")
+        start, end, tables = changes_between(older, step.path)
+        write_increment(out, tables, start, end)
+    except (CheckpointError, OSError):
+        _check_is_there(older, since)
+        raise
+    changed, gone = (
+        count_text(n) for n in (sum(t.changed for t in tables), sum(len(t.gone) for t in tables))
+    )
+    typer.echo(
+        f"{out}: step {since} to {step.step}, {len(tables)} tables, {changed} rows came or changed, {gone} went, for "
+        "Vectors.apply"
+    )
+
+
+def _check_is_there(older: Path, since: int) -> None:
+    """Raise UsageError if the folder has no step to compare with, for example because a run has removed it."""
+    if (older / "manifest.json").is_file():
+        return
+    steps = sorted(int(each.name[5:]) for each in older.parent.glob("step_" + "[0-9]" * 8))
+    raise UsageError(
+        f"convert --since {since}: there is no step {older} to compare with; there are {', '.join(map(str, steps))}. "
+        "Keep more steps with checkpoint.keep_last or keep_every, or export from the running job with export.every"
     )
 
 

@@ -11,6 +11,7 @@ schedule.png       the last step of a pipeline, predicted and measured
 step.png           the lanes of rank 0 in the last step, foreseen and measured
 tensorboard/       the same as TensorBoard events
 checkpoints/       step_00000200/ and so on
+vectors/           with ``export.every``: the vectors of the embedding tables, for serving
 logs/              rank_00000.log and so on
 flight/            rank_00000.ring and so on: the last events of every rank, for shardwise doctor
 profile/           torch traces, with --profile
@@ -73,6 +74,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Folder of the saved steps."""
         return self.root / "checkpoints"
+
+    @property
+    def vectors(self) -> Path:
+        """Folder of the vectors that the run exports."""
+        return self.root / "vectors"
 
     @property
     def logs(self) -> Path:

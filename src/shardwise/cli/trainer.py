@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import nn
 
 import shardwise
-from shardwise.base.errors import DataError, DivergedError, MismatchError, UsageError
+from shardwise.base.errors import CheckpointError, DataError, DivergedError, MismatchError, UsageError
 from shardwise.base.words import bytes_text
 from shardwise.checkpoint.policy import HIGHER_IS_BETTER
 from shardwise.cli.best_metric import BestMetric
@@ -414,9 +414,12 @@ class Trainer(ABC):
                 if self.engine.stop_requested:
                     self.save()
                     return False
+                if self.config.export is not None and record.step % self.config.export.every == 0:
+                    self.export()
                 every = self.config.checkpoint.every
                 if (every is not None and record.step % every == 0) or self._is_best:
                     self.save()
+        self.export()
         self.save()
         return True
 
@@ -505,6 +508,19 @@ class Trainer(ABC):
         self.saves.save(self._score)
         self.engine.count_seconds("save", time.perf_counter() - started)
         self.outlook.keep()
+
+    def export(self) -> None:
+        """Export the vectors of this step if the configuration says so. Collective.
+
+        An export that fails does not end the run: the next one writes full vectors.
+        """
+        policy = self.config.export
+        if policy is None:
+            return
+        try:
+            self.engine.export(policy.folder or self.folder.vectors)
+        except CheckpointError as error:
+            _log.warning("%s; training continues and the next export writes full vectors", error)
 
     def finish_saving(self) -> None:
         """Wait for the last save, which must not fail. Collective.

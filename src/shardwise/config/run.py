@@ -34,7 +34,7 @@ from shardwise.optim.average import EmaPolicy
 from shardwise.optim.policy import OptimizerPolicy
 from shardwise.optim.schedule_policy import AnySchedulePolicy, SchedulePolicy
 from shardwise.parallel.context.policy import ContextPolicy
-from shardwise.parallel.embedding.policy import TablesPolicy
+from shardwise.parallel.embedding.policy import ExportPolicy, TablesPolicy
 from shardwise.parallel.expert.policy import ExpertsPolicy
 from shardwise.parallel.pipeline.policy import PipelinePolicy
 from shardwise.parallel.tensor.policy import TensorPolicy
@@ -205,6 +205,8 @@ class RunConfig(Policy):
     """The training loop."""
     checkpoint: CheckpointPolicy = Field(default_factory=CheckpointPolicy)
     """The times at which the state is saved."""
+    export: ExportPolicy | None = None
+    """Vectors of embedding tables for serving, written by the running job."""
     monitor: MonitorPolicy = Field(default_factory=MonitorPolicy)
     """The destinations of metrics."""
     module_profile: ModuleProfilePolicy | None = None

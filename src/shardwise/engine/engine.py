@@ -698,6 +698,28 @@ class Engine(StateAccess):
         self._parts.folders.wait()
 
     @together
+    def export(self, directory: str | Path) -> bool:
+        """Write the vectors of the embedding tables for serving, at this step. Collective.
+
+        The first export writes full vectors, and later ones increments: the rows that came, changed and went since the
+        export before. ``shardwise.Vectors`` reads the folder, and its ``refresh`` follows the increments. Full vectors
+        are written again after ``export.full_every`` increments and after a load. The key ``export`` must be in the
+        configuration, because the tables then keep marks of the rows that change.
+
+        Args:
+            directory: folder of the vectors, which all ranks share.
+
+        Returns:
+            True if full vectors were written, False for an increment, or if this step was exported before.
+
+        Raises:
+            UsageError: if the model has no embedding tables, or the configuration has no ``export``.
+            CheckpointError: if the vectors cannot be written; training may go on, and the next export is full.
+        """
+        self._held.away.check("export")
+        return self._saves.exports.write(Path(directory))
+
+    @together
     def close(self, whole: bool = True) -> None:
         """Finish background work and give the model back as plain torch.
 

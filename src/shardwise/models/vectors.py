@@ -14,7 +14,14 @@ from the old files to the new ones, and then the old files are removed. A reader
 folder, so it reads the vectors of a single step, also after the folder has changed. Only one process may write at a
 time.
 
+    increments/RUN/step_00000500_to_00000540/   written by a running job: the rows that came, changed and went
+
+``apply`` brings a reader to the step of an increment (increments.py), and ``refresh`` applies all that were written
+since. Both put a new state together beside the one that is read, and switch to it by replacing one reference: a lookup
+reads one step, and all lookups on the result of ``at_this_step`` read the same one.
+
 Cost: the first lookup in a table sorts its keys, 16 M bytes beside the map; a lookup is a binary search per key.
+      Rows that increments changed are held in memory until full vectors are written again.
 Shapes: M rows of a table, D width, n keys.
 """
 
@@ -22,12 +29,15 @@ import hashlib
 import itertools
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from shardwise.base.errors import CheckpointError, DamagedError, DataError, UsageError
@@ -35,9 +45,19 @@ from shardwise.base.policy import nearest
 from shardwise.base.regular_files import open_regular, read_small_file, write_small_file
 from shardwise.base.strict_json import JSON_BYTES, Count, StrictModel, read_object, validated
 from shardwise.formats.safetensors import SafetensorsWriter, StoredTensor, read_header
+from shardwise.models.increments import (
+    ExportedStep,
+    RowChanges,
+    check_follows,
+    increment_name,
+    no_changes,
+    read_increment,
+)
 from shardwise.parallel.embedding.rows import KeyedRows
 
 _INDEX = "tables.json"
+INCREMENTS = "increments"
+"""The folder of the increments inside a folder of vectors that a running job exports."""
 _FORMAT = 1
 _EARLIER = "removed"
 """The key of an index for files that were removed with it, or were to be removed when the export was killed."""
@@ -76,6 +96,7 @@ def write_vectors(
     step: int,
     dtype: torch.dtype = torch.float32,
     dense: DensePart | None = None,
+    run: str = "",
 ) -> Path:
     """Write tables into a folder, with one run of rows in memory at a time, and remove the files of an earlier export.
 
@@ -85,6 +106,7 @@ def write_vectors(
         step: The number of optimizer steps done.
         dtype: The dtype of the vectors: fp64, fp32 or fp16.
         dense: The dense part of the model, which :class:`shardwise.Scorer` reads; None: only tables are written.
+        run: Name of the run, by which a reader knows the increments that continue from these vectors.
 
     Returns:
         The folder.
@@ -111,7 +133,8 @@ def write_vectors(
         table.name: {"file": file, "rows": table.rows, "width": table.width, "dynamic": table.is_dynamic}
         for table, file in zip(tables, files, strict=False)
     }
-    content: dict[str, Any] = {"format": _FORMAT, "step": step, "tables": entries, _EARLIER: sorted(earlier)}
+    content: dict[str, Any] = {"format": _FORMAT, "run": run, "step": step, "tables": entries}
+    content[_EARLIER] = sorted(earlier)
     # Write the list before the files: if this export is killed, the next one reads here which files it may remove.
     if dense is not None:
         content["dense"] = {"file": files[-1], "sha256": "", "about": dense.about}
@@ -179,8 +202,29 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
     write_small_file(file, (json.dumps(content, indent=2) + "\n").encode())
 
 
+@dataclass(frozen=True)
+class _VectorState:
+    """The vectors of one step: mapped files, and the changes since they were written. Never changed."""
+
+    files: ExportedStep
+    """The step of the mapped files."""
+    now: ExportedStep
+    """The step of the vectors."""
+    entries: "dict[str, _TablesIndexEntry]"
+    maps: "dict[str, _MappedTable]"
+    dense: DensePart | None
+    """The dense part at the step of the files."""
+    order: dict[str, tuple[np.ndarray, np.ndarray]]
+    """For tables that were looked up: the sorted keys of the files, and the rows of these keys."""
+    changes: dict[str, RowChanges] = field(default_factory=dict)
+    """Changes by table; empty at the step of the files."""
+
+
 class Vectors:
     """The tables in a folder that :func:`write_vectors` wrote.
+
+    A reader of a folder that a running job exports to (``export.every``) opens the newest step there. Lookups may run
+    in several threads, beside ``apply`` and ``refresh`` in another.
 
     Raises:
         CheckpointError: if the folder has no readable index.
@@ -189,6 +233,12 @@ class Vectors:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._lock = threading.Lock()
+        self._state = self._opened()
+        self.refresh()
+
+    def _opened(self) -> _VectorState:
+        """Map the files that the index names, and return the state at their step."""
         index = self._read_index()
         while True:
             try:
@@ -202,19 +252,110 @@ class Vectors:
                     raise DamagedError(
                         f"{self.folder / _INDEX}: names {error.filename}, which is not there; export again"
                     ) from None
-        self.step = index.step
+        return _VectorState(index.exported, index.exported, index.tables, maps, dense, {})
+
+    @property
+    def step(self) -> int:
         """The number of optimizer steps done when the vectors were saved."""
-        self.dense: DensePart | None = dense
-        """The dense part of the model; None in a folder without one."""
-        self._entries = index.tables
-        self._maps = maps
-        self._order: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """For tables that were looked up: the sorted keys, and the rows of these keys."""
+        return self._state.now.step
+
+    @property
+    def run(self) -> str:
+        """Name of the run that the vectors are from; empty in folders of versions that did not write the name."""
+        return self._state.now.run
+
+    @property
+    def dense(self) -> DensePart | None:
+        """The dense part of the model, of the step of the full vectors; None in a folder without one."""
+        return self._state.dense
 
     @property
     def tables(self) -> dict[str, tuple[int, int]]:
         """The (rows, width) of each table, by name."""
-        return {name: (entry.rows, entry.width) for name, entry in self._entries.items()}
+        state = self._state
+        return {
+            name: (state.changes[name].total if state.changes else entry.rows, entry.width)
+            for name, entry in state.entries.items()
+        }
+
+    def at_this_step(self) -> "Vectors":
+        """Return a reader of the same vectors that stays at this step, for a request of several lookups."""
+        reader = object.__new__(type(self))
+        reader.folder, reader._lock, reader._state = self.folder, threading.Lock(), self._state
+        return reader
+
+    def apply(self, increment: str | Path) -> None:
+        """Go on to the step of an increment: the rows that came, changed and went since the step of this reader.
+
+        Lookups that run meanwhile read the step before; later ones read the new step.
+
+        Args:
+            increment: A folder that ``shardwise convert --since`` or ``export.every`` wrote.
+
+        Raises:
+            MismatchError: if the increment is of another run, of tables of another width, applied already, or out of
+                order; the reader stays as it is.
+            DamagedError: if a file of the increment changed after it was written; the reader stays as it is.
+            CheckpointError: if the folder is no increment.
+        """
+        with self._lock:
+            self._state = self._after(self._state, Path(increment))
+
+    def _after(self, state: _VectorState, path: Path) -> _VectorState:
+        """Return the state after an increment."""
+        increment = read_increment(path)
+        kinds = {name: (entry.width, entry.dynamic) for name, entry in state.entries.items()}
+        check_follows(increment, state.now, kinds)
+        changes = {}
+        for name, rows in increment.tables.items():
+            entry, held = state.entries[name], state.maps[name]
+            before = state.changes.get(name) or no_changes(entry.width, held.vectors.dtype, entry.rows)
+            changes[name] = before.joined(rows)
+        return replace(state, now=increment.end, changes=changes)
+
+    def refresh(self) -> bool:
+        """Apply the increments that were written into the folder since, or open full vectors that were written anew.
+
+        A server calls this method between two requests, or once a second in a thread. Without news it reads one small
+        file.
+
+        Returns:
+            True if the reader is at another step now.
+
+        Raises:
+            CheckpointError: if the folder cannot be read any longer; the reader stays at its step.
+        """
+        with self._lock:
+            before = self._state
+            while True:
+                index = self._read_index()
+                is_same = index.exported == self._state.files and index.tables == self._state.entries
+                state = self._state if is_same else self._opened()
+                try:
+                    while (path := self._next_increment(state.now)) is not None:
+                        state = self._after(state, path)
+                    break
+                except CheckpointError:
+                    if self._read_index() == index:
+                        raise
+                    # The job has written full vectors and removed the increments before them: look again.
+            self._state = state
+            return state is not before
+
+    def _next_increment(self, now: ExportedStep) -> Path | None:
+        """Return the increment in the folder that continues from a step; None if there is none."""
+        if not now.run.isalnum():
+            return (
+                None  # a run without a name exports no increments, and a path may not lead out of the folder
+            )
+        begin = increment_name(now.step, 0).removesuffix("00000000")
+        try:
+            names = sorted(
+                each for each in os.listdir(self.folder / INCREMENTS / now.run) if each.startswith(begin)
+            )
+        except OSError:
+            return None
+        return self.folder / INCREMENTS / now.run / names[-1] if names else None
 
     def lookup(self, table: str, keys: Tensor) -> Tensor:
         """Look up the vectors of keys.
@@ -230,45 +371,66 @@ class Vectors:
             UsageError: if there is no such table.
             DataError: if a key is outside of a static table.
         """
-        self._check_name(table)
-        vectors, is_dynamic = self._maps[table].vectors, self._entries[table].dynamic
-        if table not in self._order:
-            stored = self._maps[table].keys
-            order = np.argsort(stored, kind="stable")
-            in_order = stored[order]
-            is_whole = np.array_equal(in_order, np.arange(in_order.size))
-            if not (is_dynamic or is_whole) or bool((in_order[1:] == in_order[:-1]).any()):
-                raise DamagedError(
-                    f"{self.folder / self._entries[table].file}: the keys of table {table!r} are not one for each row"
-                )
-            self._order[table] = in_order, order
-        sorted_keys, order = self._order[table]
+        state = self._state
+        self._check_name(table, state)
+        vectors, is_dynamic = state.maps[table].vectors, state.entries[table].dynamic
+        sorted_keys, order = self._order_of(table, state)
         asked = keys.detach().cpu().reshape(-1).numpy()
         places = np.searchsorted(sorted_keys, asked)
         found = np.zeros(asked.size, bool)
         if sorted_keys.size:
             places = np.minimum(places, sorted_keys.size - 1)
             found = sorted_keys[places] == asked
-        if not found.all() and not is_dynamic:
-            key = int(asked[~found][0])
-            raise DataError(f"table {table!r}: key {key} of a table with keys 0 to {sorted_keys.size - 1}")
         rows = np.zeros((asked.size, vectors.shape[1]), vectors.dtype)
         rows[found] = vectors[order[places[found]]]
+        total = sorted_keys.size
+        if table in state.changes:
+            state.changes[table].write_over(asked, rows, found)
+            total = state.changes[table].total
+        if not found.all() and not is_dynamic:
+            key = int(asked[~found][0])
+            raise DataError(f"table {table!r}: key {key} of a table with keys 0 to {total - 1}")
         return torch.from_numpy(rows).view(*keys.shape, vectors.shape[1])
+
+    def _order_of(self, table: str, state: _VectorState) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sorted keys of a table's file, and the rows of these keys."""
+        if table not in state.order:
+            stored = state.maps[table].keys
+            order = np.argsort(stored, kind="stable")
+            in_order = stored[order]
+            is_whole = np.array_equal(in_order, np.arange(in_order.size))
+            if not (state.entries[table].dynamic or is_whole) or bool((in_order[1:] == in_order[:-1]).any()):
+                raise DamagedError(
+                    f"{self.folder / state.entries[table].file}: the keys of table {table!r} are not one for each row"
+                )
+            state.order[table] = in_order, order
+        return state.order[table]
 
     def rows(self, table: str) -> KeyedRows:
         """Return all rows of a table, for ``EmbeddingCollection.load_rows``; their optimizer state starts anew.
 
         Raises:
             UsageError: if there is no such table.
+            DamagedError: if increments that were applied do not fit the rows of the files.
         """
-        self._check_name(table)
-        held = self._maps[table]
-        return KeyedRows.of_weights(torch.from_numpy(held.keys.copy()), torch.from_numpy(held.vectors.copy()))
+        state = self._state
+        self._check_name(table, state)
+        held, changes = state.maps[table], state.changes.get(table)
+        keys, vectors = held.keys.copy(), held.vectors.copy()
+        if changes is not None:
+            is_kept = ~np.isin(keys, changes.keys)
+            keys = np.concatenate([keys[is_kept], changes.keys[changes.is_here]])
+            vectors = np.concatenate([vectors[is_kept], changes.vectors[changes.is_here]])
+            if len(keys) != changes.total:
+                raise DamagedError(
+                    f"{self.folder}: table {table!r} has {len(keys)} rows at step {state.now.step}; the increments "
+                    f"name {changes.total}. Export full vectors anew"
+                )
+        return KeyedRows.of_weights(torch.from_numpy(keys), torch.from_numpy(vectors))
 
-    def _check_name(self, table: str) -> None:
-        if table not in self._entries:
-            raise UsageError(f"{self.folder}: there is no table {table!r}{nearest(table, self._entries)}")
+    def _check_name(self, table: str, state: _VectorState) -> None:
+        if table not in state.entries:
+            raise UsageError(f"{self.folder}: there is no table {table!r}{nearest(table, state.entries)}")
 
     def _read_index(self) -> "_TablesIndex":
         file = self.folder / _INDEX
@@ -340,9 +502,15 @@ class _TablesIndex(StrictModel):
     """The content of ``tables.json``."""
 
     format: int
+    run: Annotated[str, Field(max_length=200)] = ""
     step: Count
     tables: dict[str, _TablesIndexEntry]
     dense: _DenseEntry | None = None
+
+    @property
+    def exported(self) -> ExportedStep:
+        """The step of the vectors."""
+        return ExportedStep(run=self.run, step=self.step)
 
 
 class _MappedTable(NamedTuple):

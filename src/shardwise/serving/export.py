@@ -33,6 +33,8 @@ class StepToServe(NamedTuple):
     step: int
     tables: list[StoredTable]
     dense: DensePart
+    run: str
+    """Name of the run that saved the step, by which increments name it."""
 
     @property
     def rows(self) -> int:
@@ -59,7 +61,7 @@ def opened_step(step: Path) -> StepToServe:
             "EmbeddingCollection"
         )
     number, tables = tables_in(step)
-    return StepToServe(number, tables, dense_in(step, manifest))
+    return StepToServe(number, tables, dense_in(step, manifest), manifest.run)
 
 
 def dense_in(step: Path, manifest: Manifest) -> DensePart:
@@ -108,5 +110,5 @@ def export_step(step: Path, out: Path, vectors: torch.dtype = torch.float32) -> 
         UsageError: if its model has no embedding tables, or ``vectors`` is no dtype of vectors.
     """
     found = opened_step(step)
-    write_vectors(out, found.tables, found.step, vectors, dense=found.dense)
+    write_vectors(out, found.tables, found.step, vectors, found.dense, found.run)
     return found

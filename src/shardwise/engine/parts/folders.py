@@ -5,6 +5,7 @@ from pathlib import Path
 from shardwise.base.errors import CheckpointError
 from shardwise.base.policy import nearest
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints, SingleRank
+from shardwise.checkpoint.peers import CheckpointCoordinator
 from shardwise.checkpoint.steps import steps_at
 from shardwise.comm.world import World
 
@@ -63,6 +64,7 @@ class StepFolders:
         self._number = number
         self._open: dict[Path, Checkpoints] = {}
         self._exchanges = 0
+        self._alone = SingleRank()
 
     def at(self, folder: Path) -> Checkpoints:
         """Return the one ``Checkpoints`` object of a folder."""
@@ -76,6 +78,11 @@ class StepFolders:
     def copy_bytes(self) -> int:
         """Bytes of host memory that saves copy the state to."""
         return sum(checkpoints.copy_bytes for checkpoints in self._open.values())
+
+    def coordinator(self, purpose: str) -> CheckpointCoordinator:
+        """Return the phases of one piece of work that all ranks do together; ``purpose`` names it in errors."""
+        peers = self._world if self._world.size > 1 else self._alone
+        return CheckpointCoordinator(peers, purpose, self._policy.timeout_s)
 
     def exchange(self, what: str, text: str) -> list[str]:
         """Return the ``text`` of every rank, in rank order, through the store and not through a collective."""

@@ -426,6 +426,12 @@ def _check(tables: ModelTables, settings: RunConfig) -> None:
                 "tables: the model has no EmbeddingCollection, so these keys would do nothing; use one in the model, "
                 "or remove them"
             )
+        if settings.export is not None or settings.checkpoint.tables_full_every is not None:
+            key = "export" if settings.export is not None else "checkpoint.tables_full_every"
+            raise ConfigError(
+                f"{key}: the model has no EmbeddingCollection, whose rows it is about; use one in the model, or remove "
+                "the key"
+            )
         return
     for pattern in policy.placement:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -469,6 +475,8 @@ def _set_up(collection: EmbeddingCollection, settings: RunConfig) -> None:
             if fnmatchcase(table.name, pattern):
                 given = table.model_dump(exclude_unset=True) | {"placement": placement}
                 table = TablePolicy.model_validate(given)  # the table's other keys may not suit the placement
+        if settings.export is not None or settings.checkpoint.tables_full_every is not None:
+            table = table.model_copy(update={"marks_changes": True})
         tables.append(table)
     collection.tables = tuple(tables)
 

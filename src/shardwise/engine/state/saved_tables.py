@@ -525,36 +525,51 @@ class _AdmissionRequest(_RowRequest):
 # Without an engine -------------------------------------------------------------------------------------------------
 
 
-def tables_in(step: Path) -> tuple[int, list[StoredTable]]:
-    """Return (step, tables) of a checkpoint, read in chunks, for an export to serving."""
+def open_tables(step: Path) -> tuple[Manifest, TableNotes]:
+    """Return the manifest of a step and its entries of tables, checked against each other."""
     reader = StepReader(step, open_step(step, FileSystem()), FileSystem())
     _check_tensors(reader.manifest)
-    notes = examine(reader)
-    return reader.manifest.step, [
-        _stored(step, reader.manifest, name, note) for name, note in notes.tables.items()
-    ]
+    return reader.manifest, examine(reader)
+
+
+def tables_in(step: Path) -> tuple[int, list[StoredTable]]:
+    """Return (step, tables) of a checkpoint, read in chunks, for an export to serving."""
+    manifest, notes = open_tables(step)
+    return manifest.step, [_stored(step, manifest, name, note) for name, note in notes.tables.items()]
+
+
+def counts_of(note: TableNote) -> Tensor:
+    """Return the number of rows of each bucket of a table: int64 [BUCKETS]."""
+    return static_counts(note.rows) if note.buckets is None else torch.tensor(note.buckets)
 
 
 def _stored(step: Path, manifest: Manifest, name: str, note: TableNote) -> StoredTable:
     stored = manifest.find(KIND, name)
     assert stored is not None, "a table that is noted is stored"
-    rows, width = stored.shape
-    is_dynamic = note.buckets is not None
-    counts = static_counts(rows) if note.buckets is None else torch.tensor(note.buckets)
+    width = stored.shape[1]
 
     def parts() -> Iterator[tuple[int, Tensor, Tensor]]:
-        checkpoints = Checkpoints(step.parent)
-        for start, stop in chunks(counts, max(_CHUNK_BYTES // (width * stored.torch_dtype.itemsize), 1)):
-            vectors = torch.empty((stop - start) * width, dtype=stored.torch_dtype)
-            pieces = [FlatSlice(start * width, stop * width, vectors)]
-            items = [TensorPieces(KIND, name, (rows, width), stored.torch_dtype, pieces)]
-            keys = static_keys_at(counts, [(start, stop)])
-            if is_dynamic:
-                items.append(TensorPieces(_KEY, name, (rows,), torch.int64, [FlatSlice(start, stop, keys)]))
-            checkpoints.load(items, path=step, partial=True, is_checked=True)
-            yield start, keys, vectors.view(-1, width)
+        for within in chunks(counts_of(note), max(_CHUNK_BYTES // (width * stored.torch_dtype.itemsize), 1)):
+            yield within[0], *read_rows(step, manifest, name, note, within)
 
-    return StoredTable(name, rows, width, is_dynamic, parts)
+    return StoredTable(name, note.rows, width, note.buckets is not None, parts)
+
+
+def read_rows(
+    step: Path, manifest: Manifest, name: str, note: TableNote, within: Range
+) -> tuple[Tensor, Tensor]:
+    """Return the keys [n] and the vectors [n, D] of a range of rows in the order of (bucket, key)."""
+    stored = manifest.find(KIND, name)
+    assert stored is not None, "a table that is noted is stored"
+    width, (start, stop) = stored.shape[1], within
+    vectors = torch.empty((stop - start) * width, dtype=stored.torch_dtype)
+    pieces = [FlatSlice(start * width, stop * width, vectors)]
+    items = [TensorPieces(KIND, name, tuple(stored.shape), stored.torch_dtype, pieces)]
+    keys = static_keys_at(counts_of(note), [within])
+    if note.buckets is not None:
+        items.append(TensorPieces(_KEY, name, (note.rows,), torch.int64, [FlatSlice(start, stop, keys)]))
+    Checkpoints(step.parent).load(items, path=step, partial=True, is_checked=True)
+    return keys, vectors.view(-1, width)
 
 
 def _read(wishes: list[_RowRequest], checkpoints: Checkpoints, step: Path) -> None:

@@ -10,6 +10,7 @@ from shardwise.checkpoint.steps import folder_of, newest_until, step_of
 from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.state import saving
 from shardwise.engine.state.loaders import EngineLoaders
+from shardwise.engine.state.vector_export import VectorExport
 
 _SPARE = 8
 """Scored steps that are remembered beside the best, which one of them follows if its save fails."""
@@ -21,6 +22,8 @@ class StepSaves:
     def __init__(self, parts: EngineParts, loaders: EngineLoaders) -> None:
         self._parts = parts
         self._loaders = loaders
+        self.exports = VectorExport(parts)
+        """Exports of vectors for serving."""
         self.not_loaded: list[str] = []
         """Names of tensors that the last load left at their start values; see ``Engine.not_loaded``."""
         self._folder: Path | None = None
@@ -82,6 +85,7 @@ class StepSaves:
         )
         if loaded is None:
             return None
+        self.exports.forget()
         self.not_loaded = loaded.not_loaded
         self._folder = folder_of(Path(directory))
         return loaded.user

@@ -9,6 +9,7 @@ Shapes: U keys of one call.
 """
 
 import os
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,6 +34,16 @@ _COUNT_BITS = 20
 """
 
 
+@dataclass
+class EvictedKeys:
+    """Keys whose rows were evicted."""
+
+    count: int = 0
+    """Number of the rows since the start of this process."""
+    keys: list[Tensor] | None = None
+    """The keys since the list was last emptied; None if no increments are made of them."""
+
+
 class DynamicIndex:
     """Index of one dynamic table on one rank.
 
@@ -48,6 +59,9 @@ class DynamicIndex:
     Raises:
         PlanError: if more keys are pinned than the capacity allows.
     """
+
+    index: HashIndex
+    """Rows by key."""
 
     def __init__(
         self,
@@ -65,6 +79,7 @@ class DynamicIndex:
         self.capacity = capacity
         self.start_key = start_key
         self._limit = limit
+        self.evictions = EvictedKeys()
         self.clear()
         self._keys_are_distinct = keys_are_distinct
         self._pinned = torch.tensor(policy.eviction.pinned, dtype=torch.int64)
@@ -77,19 +92,26 @@ class DynamicIndex:
 
     def clear(self) -> None:
         """Remove all keys."""
+        if self.evictions.keys is not None:
+            self.evictions.keys.append(self.index.items()[0])
         self.index = HashIndex(self._limit, min(self.policy.initial_rows, self._limit), buckets=BUCKETS)
         self._candidates: HashIndex | None = None
         if self.policy.admission.type == "frequency":
             room = self.policy.admission.max_waiting + _SLACK_ROWS
             self._candidates = HashIndex(room=room, buckets=BUCKETS)
         self.inserted = 0
-        self.evicted = 0
+        self.evictions.count = 0
         self._came: list[Tensor] = []
         """Rows that came in this step, perhaps several times."""
         self._new: list[Tensor] = []
         """Keys that got a row in this step."""
         self._waited: list[tuple[Tensor, Tensor]] = []
         """Keys that asked for admission in this step, with their scores before it; -1 for keys that had not waited."""
+
+    @property
+    def evicted(self) -> int:
+        """Number of rows that were evicted since the start of this process."""
+        return self.evictions.count
 
     @property
     def is_capped(self) -> bool:
@@ -307,7 +329,9 @@ class DynamicIndex:
 
     def forget_keys(self, keys: Tensor) -> None:
         """Evict the rows of keys; keys without a row are ignored."""
-        self.evicted += self.index.remove(keys).numel()
+        if self.evictions.keys is not None:
+            self.evictions.keys.append(keys[self.index.find(keys) >= 0])
+        self.evictions.count += self.index.remove(keys).numel()
 
     def _admitted(self, keys: Tensor, step: int) -> Tensor:
         """Return a mask of the keys without a row that get one now."""

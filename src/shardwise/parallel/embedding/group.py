@@ -241,7 +241,8 @@ def group_tables(
         own = table.optimizer or optimizer
         dtypes = (table.dtype, table.state_dtype)
         folder = None if table.tiers is None else table.tiers.folder
-        key = (table.width, own, dtypes, place.placement, place.exchange, table.dynamic is not None, folder)
+        kind = (table.dynamic is not None, folder, table.marks_changes)
+        key = (table.width, own, dtypes, place.placement, place.exchange, kind)
         found.setdefault(key, []).append(table)
     groups = []
     for members in found.values():

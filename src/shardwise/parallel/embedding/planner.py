@@ -34,6 +34,7 @@ from shardwise.parallel.embedding.cost import (
 from shardwise.parallel.embedding.dynamic import capacity_of
 from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.policy import PLACEMENTS, PlacementName, RowOptimizerPolicy, TablePolicy
+from shardwise.parallel.embedding.row_marks import MARK_BYTES
 from shardwise.parallel.embedding.rules import row_bytes
 
 _OWNERS_DIFFER = 1.05
@@ -272,9 +273,10 @@ def _is_on_host(table: TablePolicy) -> bool:
 
 def _bytes_held(table: TablePolicy, place: TablePlacement, rows: float, line: int, ranks: int) -> float:
     """Return the bytes of memory of one rank that holds any part of the table."""
+    marks = bytes_held(place.placement, rows, MARK_BYTES, ranks) if table.marks_changes else 0.0
     if table.tiers is None:
-        return bytes_held(place.placement, rows, line, ranks)
-    return bytes_in_tiers(table.tiers, table.rows, place.placement, rows, line, ranks).host
+        return bytes_held(place.placement, rows, line, ranks) + marks
+    return bytes_in_tiers(table.tiers, table.rows, place.placement, rows, line, ranks).host + marks
 
 
 def _rows(table: TablePolicy, optimizer: RowOptimizerPolicy, dtype: torch.dtype) -> float:

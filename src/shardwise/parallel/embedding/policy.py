@@ -214,6 +214,10 @@ class TablePolicy(Policy):
     """
     tiers: RowTiersPolicy | None = None
     """Tiers of a table that is larger than memory; left out, all rows are in memory."""
+    marks_changes: bool = False
+    """True keeps for each row the step in which it last changed, in 4 bytes, from which increments follow. An engine
+    sets this under ``export.every`` and ``checkpoint.tables_full_every``.
+    """
 
     _dtypes_are_stored = field_validator("dtype", "state_dtype", mode="before")(_check_row_dtype)
 
@@ -304,6 +308,19 @@ class TableOptions(Policy):
                 "both of rows and dynamic are given; a table has a fixed number of rows, or grows"
             )
         return self
+
+
+class ExportPolicy(Policy):
+    """Export of the vectors of embedding tables from a running job: keys under ``export:``."""
+
+    every: PositiveInt
+    """Steps between two exports. The first one writes full vectors, later ones write increments: the rows that came,
+    changed and went. ``shardwise.Vectors`` reads both, and ``Vectors.refresh`` follows them. Rows take 4 bytes more."""
+    folder: str | None = None
+    """The folder of the vectors; left out, ``vectors`` in the folder of the run."""
+    full_every: PositiveInt = 100
+    """Increments after which full vectors are written again. They replace the increments, which a reader that opens the
+    folder applies one by one and keeps in memory."""
 
 
 class TablesPolicy(Policy):

@@ -4,6 +4,7 @@
     table           OnRank(owner)
     row             ByHash(1,024 buckets); ByHash for a dynamic table
     column          Shard(1), balanced; state with one number a row is kept with each piece of the row: Replicate
+    mark            int32, the step in which a row last changed, if the table keeps marks: as state with one number
 
 All placements are on "dp", the data-parallel ranks as one axis.
 """
@@ -89,4 +90,16 @@ def infos(
             stages=(stage,),
             grows=table.dynamic is not None,
             tiers=sizes if sizes is None or not label else TierSizes(sizes.rows),
+        )
+    if table.marks_changes:
+        is_whole = place.placement == "column"
+        yield TensorInfo(
+            name,
+            (rows, 1),
+            torch.int32,
+            "table",
+            {"dp": Replicate() if is_whole else where},
+            label="mark",
+            stages=(stage,),
+            grows=table.dynamic is not None,
         )

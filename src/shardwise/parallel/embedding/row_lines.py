@@ -122,11 +122,16 @@ class RowLines:
         """Return the weights of lines, of 16 bits in fp32: int64 [U] -> [U, w]."""
         return gather(self.memory, places, self.width)
 
-    def stored(self, places: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return weights [U, w] and optimizer state by name, [U, w] or [U, 1], in their stored dtypes."""
+    def stored(self, places: Tensor, weights_only: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return weights [U, w] and optimizer state by name, [U, w] or [U, 1], in their stored dtypes.
+
+        Args:
+            places: lines, int64 [U].
+            weights_only: True leaves out the optimizer state.
+        """
         source, start = (self.memory, self.width) if self.state is None else (self.state, 0)
-        state = {}
-        for name, columns in state_columns(self.optimizer, self.width):
+        state: dict[str, Tensor] = {}
+        for name, columns in () if weights_only else state_columns(self.optimizer, self.width):
             state[name] = source[:, start : start + columns].index_select(0, places)
             start += columns
         return self.memory[:, : self.width].index_select(0, places), state

@@ -60,8 +60,15 @@ class SavedRows:
         return part.store.rows_here(place)
 
     @torch.no_grad()
-    def rows_to_write(self, table: str) -> tuple[SavedRowRange, SavedRowRange | None]:
+    def rows_to_write(
+        self, table: str, since: int | None = None, weights_only: bool = False
+    ) -> tuple[SavedRowRange, SavedRowRange | None]:
         """Return what this rank writes of a table into a checkpoint, in the state after the last step. Collective.
+
+        Args:
+            table: name of the table.
+            since: number of steps after which a row must have changed to be returned; None returns all rows.
+            weights_only: True leaves out the optimizer state.
 
         Returns:
             The rows, and the keys that wait for admission; the second is None if the table does not count waiting keys.
@@ -69,7 +76,8 @@ class SavedRows:
         part, place = self._placed.find(table)
         group, where = self._placed.group, part.tables.places[place]
         is_copy = where.placement == "data_parallel" and group.size > 1
-        rows = part.store.rows_here(place, (group.index, group.size) if is_copy else None, of_last_step=True)
+        here = (group.index, group.size) if is_copy else None
+        rows = part.store.rows_here(place, here, of_last_step=True, since=since, weights_only=weights_only)
         width, what = part.tables.width, f"table {table}"
         stretch = stretch_to_write(rows, self.buckets(table, rows.keys), where, width, group, what)
         if rows.candidates is None:
@@ -83,6 +91,34 @@ class SavedRows:
         empty = torch.empty(order.numel(), 0, dtype=self._placed.dtype)
         waiting = KeyedRows(keys[order], empty, scores=scores[order])
         return stretch, stretch_to_write(waiting, buckets[order], where, 0, group, what)
+
+    def keys_to_write(self, table: str) -> SavedRowRange:
+        """Return the keys and scores of a dynamic table that this rank writes, without weights. Collective."""
+        part, place = self._placed.find(table)
+        group, where = self._placed.group, part.tables.places[place]
+        keys = part.store.keys_here(place)
+        buckets = self.buckets(table, keys.keys)
+        if where.placement in ("data_parallel", "column"):  # every rank has all of the keys
+            mine = writer_of(buckets, group.size) == group.index
+            assert keys.scores is not None, "rows of a dynamic table have scores"
+            keys = KeyedRows(keys.keys[mine], keys.weights[mine], scores=keys.scores[mine])
+            buckets, where = buckets[mine], TablePlacement("data_parallel")
+        return stretch_to_write(keys, buckets, where, 0, group, f"table {table}")
+
+    def rows_counted(self, table: str) -> int:
+        """Return the rows of a table that count on this rank; the sum over the ranks is the whole table."""
+        part, place = self._placed.find(table)
+        return part.store.rows_counted(place)
+
+    def gone_here(self, table: str) -> Tensor:
+        """Return the keys of a table whose rows went since ``forget_gone``; each key on one rank."""
+        part, place = self._placed.find(table)
+        return part.store.gone(place)
+
+    def forget_gone(self) -> None:
+        """Forget the keys whose rows went so far, because an export has written them."""
+        for part in self._placed.parts:
+            part.store.forget_gone()
 
     def progress(self) -> dict[str, Any]:
         """Return the numbers that a checkpoint needs beside rows: steps done and their factors of the learning rate.

@@ -41,6 +41,7 @@ from shardwise.parallel.embedding.layout import (
 )
 from shardwise.parallel.embedding.row_gradients import RowGradients
 from shardwise.parallel.embedding.row_lines import Rounding, RowLines
+from shardwise.parallel.embedding.row_marks import MARK_BYTES, RowMarks
 from shardwise.parallel.embedding.rows import KeyedRows, RowTally
 from shardwise.parallel.embedding.rules import (
     ONE_A_ROW,
@@ -99,7 +100,6 @@ class RowStore:
         self.columns = tables.columns(group.index)
         self.optimizer = optimizer_of(tables.optimizer)
         self._group = group
-        self._alike = group.size == 1 or tables.place.placement in ("data_parallel", "column")
         self._seed = seed
         self._history = history_of(self.optimizer)
         self._gradients = RowGradients(len(self.columns), tables.is_dynamic, group.size == 1)
@@ -112,6 +112,11 @@ class RowStore:
         """Number of steps after which each static table was drawn."""
         self._cache: RowCache[RowLines] | None = None
         rows = self._number_rows(unlimited) if tables.is_dynamic else tables.slab_rows(group.index)
+        self._marks: RowMarks | None = None
+        if any(table.marks_changes for table in tables.tables):
+            self._marks = RowMarks(rows, self.optimizer)
+            for each in self._dynamic:
+                each.evictions.keys = []
         places = tables.places_in_memory(group.index, row_bytes(tables.tables[0], tables.optimizer, dtype))
         if places == 0:  # no key of the tables comes to this rank
             rows = 0
@@ -172,11 +177,19 @@ class RowStore:
             if isinstance(self._cache.below, RowSegments):
                 figures = self._cache.below.figures()
                 indexes += figures.index_bytes + figures.buffer_bytes
+            indexes += 0 if self._marks is None else MARK_BYTES * self._rows_in_use
             return self.lines.nbytes + indexes
-        rows = sum(each.index.rows for each in self._dynamic) if self._dynamic else len(self.lines)
-        return rows * self.lines.line_bytes + sum(d.nbytes for d in self._dynamic)
+        rows = self._rows_in_use
+        mark_bytes = MARK_BYTES if self._marks is not None and self.device.type == "cpu" else 0
+        return rows * (self.lines.line_bytes + mark_bytes) + sum(d.nbytes for d in self._dynamic)
 
     @property
+    def _rows_in_use(self) -> int:
+        """Number of rows that this rank has used, in whatever tier they are."""
+        if self._dynamic:
+            return sum(each.index.rows for each in self._dynamic)
+        return self.tables.slab_rows(self._group.index)
+
     @property
     def disk_bytes(self) -> int:
         """Bytes of the rows on disk."""
@@ -196,7 +209,8 @@ class RowStore:
     @property
     def step_bytes(self) -> int:
         """Bytes of host memory beside a slab on a device."""
-        return 0 if self._stood is None else self._stood.nbytes
+        marks = 0 if self._marks is None or self.device.type == "cpu" else MARK_BYTES * len(self.lines)
+        return marks + (0 if self._stood is None else self._stood.nbytes)
 
     @property
     def tallies(self) -> dict[str, RowTally]:
@@ -211,6 +225,11 @@ class RowStore:
                 for table, where in zip(self.tables.tables, self.tables.places, strict=True)
             }
         return found if self.is_counted else dict.fromkeys(found, RowTally(0))
+
+    @property
+    def _alike(self) -> bool:
+        """True if every rank of the group has all rows, or columns of all of them."""
+        return self._group.size == 1 or self.tables.place.placement in ("data_parallel", "column")
 
     @property
     def is_counted(self) -> bool:
@@ -350,6 +369,8 @@ class RowStore:
             )
             if self._stood is not None:
                 self._stood[rows.here] = step
+            if self._marks is not None:
+                self._marks.touch(rows.here, step)
         if self._history is not None:
             self._history.append(lr)
         self._steps = step
@@ -468,7 +489,12 @@ class RowStore:
     # Rows in and out ---------------------------------------------------------------------------------------------
 
     def rows_here(
-        self, place: int, part: tuple[int, int] | None = None, of_last_step: bool = False
+        self,
+        place: int,
+        part: tuple[int, int] | None = None,
+        of_last_step: bool = False,
+        since: int | None = None,
+        weights_only: bool = False,
     ) -> KeyedRows:
         """Return the rows of a table that this rank holds, ordered by (bucket, key).
 
@@ -476,6 +502,8 @@ class RowStore:
             place: index of the table in the group.
             part: (i, n) returns only rows in the i-th of n parts of the buckets; None returns all rows.
             of_last_step: True leaves out the keys that have come since the last step.
+            since: a step after which a row must have changed to be returned; None returns all rows.
+            weights_only: True leaves out the optimizer state.
         """
         scores = candidates = None
         if self._dynamic:
@@ -492,8 +520,10 @@ class RowStore:
         order = order[buckets[order].argsort(stable=True)]
         if part is not None:
             order = order[writer_of(buckets[order], part[1]) == part[0]]
+        if since is not None:
+            order = order[self._changed(rows[order], since)]
         keys, rows = keys[order], rows[order]
-        weights, state = self._stored(rows)
+        weights, state = self._stored(rows, weights_only)
         return KeyedRows(
             keys,
             weights,
@@ -503,13 +533,13 @@ class RowStore:
             candidates,
         )
 
-    def _stored(self, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _stored(self, rows: Tensor, weights_only: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
         """Return weights and optimizer state of distinct rows, up to date, in whatever tier they are."""
         if self._cache is None:
             places = rows.to(self.device)
             self._catch_up(rows, places)
-            return self.lines.stored(places)
-        found = [self.lines.stored(rows[:0])]
+            return self.lines.stored(places, weights_only)
+        found = [self.lines.stored(rows[:0], weights_only)]
         window = self._cache.window
         for part in rows.split(len(window)):
             places = torch.arange(part.numel())
@@ -519,7 +549,7 @@ class RowStore:
                 is_behind = window.stored(places)[1]["step"][:, 0] < len(self._history)
                 window.catch_up(self._history, places, None)
                 self._cache.overwrite(part[is_behind], window, places[is_behind])
-            found.append(window.stored(places))
+            found.append(window.stored(places, weights_only))
         weights, states = zip(*found, strict=True)
         return torch.cat(weights), {name: torch.cat([each[name] for each in states]) for name in states[0]}
 
@@ -536,6 +566,51 @@ class RowStore:
             window.write(places, of_part)
             self._cache.overwrite(part, window, places)
 
+    def _changed(self, rows: Tensor, since: int) -> Tensor:
+        """Return whether each row changed after step ``since``; ``rows`` is on the host."""
+        assert self._marks is not None, "increments are refused for tables without marks"
+        stood = self._stood
+        if self._cache is not None and self._history is not None:
+            # The step to which a row is updated may be on a disk, so that every row counts as changed.
+            stood = torch.full((len(rows),), since + 1)
+        elif self._history is not None:
+            stood = self.lines.memory[rows, -1] if stood is None else stood[rows]
+        return self._marks.changed(rows, since, stood)
+
+    def keys_here(self, place: int) -> KeyedRows:
+        """Return the keys and scores of a dynamic table as they were after the last step, ordered by (bucket, key)."""
+        keys, _, scores = self._dynamic[place].rows_of_last_step()
+        buckets = dynamic_bucket(keys)
+        order = keys.argsort()
+        order = order[buckets[order].argsort(stable=True)]
+        empty = torch.empty(len(order), 0, dtype=self.dtype)
+        return KeyedRows(keys[order], empty, scores=scores[order])
+
+    def rows_counted(self, place: int) -> int:
+        """Return the rows of a table after the last step that count on this rank; the ranks' sum is the whole table."""
+        if not self.is_counted:
+            return 0
+        if self._dynamic:
+            return len(self._dynamic[place].rows_of_last_step()[0])
+        where, rows = self.tables.places[place], self.tables.tables[place].rows or 0
+        return where.rows_on(rows, self._group.index, self._group.size)
+
+    def gone(self, place: int) -> Tensor:
+        """Return the keys of a dynamic table whose rows went since ``forget_gone``, and that have no row now."""
+        if not self._dynamic:
+            return torch.empty(0, dtype=torch.int64)
+        table = self._dynamic[place]
+        assert table.evictions.keys is not None, "increments are refused for tables without marks"
+        keys = unique(torch.cat([torch.empty(0, dtype=torch.int64), *table.evictions.keys])).keys
+        keys = keys[~torch.isin(keys, table.rows_of_last_step()[0])]
+        return keys if self.is_counted else keys[:0]
+
+    def forget_gone(self) -> None:
+        """Forget the keys whose rows went so far."""
+        for each in self._dynamic:
+            if each.evictions.keys is not None:
+                each.evictions.keys.clear()
+
     def state_names(self) -> list[str]:
         """Return the names of the optimizer state that a row has beside its weights."""
         return [name for name, _ in state_columns(self.optimizer, len(self.columns))]
@@ -546,6 +621,8 @@ class RowStore:
             self._clear(self._dynamic[place])
         else:
             self._draw(place)
+            if self._marks is not None:
+                self._marks.touch(self._slab_rows(place, self._static_keys(place)), self._steps + 1)
 
     def clear(self) -> None:
         """Remove all keys from the dynamic tables."""
@@ -612,6 +689,8 @@ class RowStore:
                 )
             start += columns
         self._put(places, lines)
+        if self._marks is not None:
+            self._marks.touch(places, self._steps + 1)
 
     def _belongs(self, place: int, keys: Tensor) -> Tensor:
         """Return a mask of the keys of a table that this rank holds."""
