@@ -21,7 +21,7 @@ _MIB = 2**20
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameter numbers of glibc's ``mallopt``."""
 _APART_BYTES = _MIB
-_KEPT_APART_BYTES, _KEPT_FREE_BYTES = 128 * _MIB, 256 * _MIB
+_HEAP_BYTES, _KEPT_FREE_BYTES = 32 * _MIB, 256 * _MIB
 _FREED_BYTES = 64 * _MIB
 
 
@@ -113,13 +113,14 @@ def keep_freed_memory() -> bool:
 
     glibc returns freed memory at the end of the heap to the system, and memory outside the heap always. A step whose
     tensors take more than its limits, which depend on what was freed before, writes to zeroed pages anew each time:
-    some thousand page faults. With the limits that are set here tensors of less than 128 MiB lie in the heap, and up
-    to 256 MiB of free memory stay at its end.
+    some thousand page faults. With the limits that are set here tensors of less than 32 MiB, the most that glibc comes
+    to itself, lie in the heap from the start, and up to 256 MiB of free memory stay at its end. Larger tensors go back
+    as before.
     """
     set_heap = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if set_heap is None:
         return False
-    set_heap(_MMAP_THRESHOLD, _KEPT_APART_BYTES)
+    set_heap(_MMAP_THRESHOLD, _HEAP_BYTES)
     set_heap(_TRIM_THRESHOLD, _KEPT_FREE_BYTES)
     return True
 
@@ -141,5 +142,5 @@ def apart_from_the_heap() -> Iterator[None]:
     try:
         yield
     finally:
-        set_heap(_MMAP_THRESHOLD, 32 * _MIB)
+        set_heap(_MMAP_THRESHOLD, _HEAP_BYTES)
         set_heap(_TRIM_THRESHOLD, 64 * _MIB)
