@@ -32,9 +32,11 @@ GOLDEN = 0x9E37_79B9_7F4A_7C15
 _MASK = (1 << 64) - 1
 _LANES = 4
 """Columns that one mix of 64 bits serves."""
-_SIXTEEN, _LOW = np.uint64(16), np.uint64(0xFFFF)
+_SIXTEEN, _THIRTY_TWO, _FORTY_EIGHT = np.uint64(16), np.uint64(32), np.uint64(48)
+_LOW = np.uint64(0xFFFF)
 _ODD = np.uint64(GOLDEN)
-_EXPONENT, _MANTISSA, _QUIET = np.uint32(0x7F80_0000), np.uint32(0x7F_FFFF), np.uint32(64)
+_EXPONENT, _MANTISSA, _QUIET = np.uint32(0x7F80_0000), np.uint32(0x7F_FFFF), 64
+_MADE_QUIET, _NO_BITS, _HALF = np.uint32(_QUIET << 16), np.uint32(0), np.uint32(16)
 
 
 class _Widened(CompiledLoop):
@@ -167,7 +169,7 @@ def plain_narrow(x: Tensor, ids: Tensor, word: int, column: int) -> Tensor:
     """Round fp32 [U, D] to bf16 in torch operations, on any device, with the bits of the loop."""
     words = x.contiguous().view(torch.int32)
     carried = (words + draws(ids, word, column, x.shape[1]).to(torch.int32)) >> 16
-    special = words >> 16 | x.isnan() * int(_QUIET)
+    special = words >> 16 | x.isnan() * _QUIET
     return torch.where(x.isfinite(), carried, special).to(torch.int16).view(torch.bfloat16)
 
 
@@ -200,18 +202,21 @@ def _narrow(
     places: np.ndarray,
     into: np.ndarray,
 ) -> None:
-    draw = np.uint64(0)
+    width, block = into.shape[1], column >> 2
+    offset = column - 4 * block
+    blocks = (offset + width + 3) >> 2
+    drawn = np.empty(4 * blocks, np.uint32)
     for i in range(places.size):
         place = places[i]
         base = ids[i] ^ step_word
-        for j in range(into.shape[1]):
-            c = column + j
-            if j == 0 or c & 3 == 0:
-                draw = mixed(base + np.uint64(c >> 2) * _ODD) >> np.uint64(16 * (c & 3))
+        for b in range(blocks):
+            draw = mixed(base + np.uint64(block + b) * _ODD)
+            drawn[4 * b] = draw & _LOW
+            drawn[4 * b + 1] = (draw >> _SIXTEEN) & _LOW
+            drawn[4 * b + 2] = (draw >> _THIRTY_TWO) & _LOW
+            drawn[4 * b + 3] = draw >> _FORTY_EIGHT
+        for j in range(width):
             bits = words[i, first + j]
-            if bits & _EXPONENT == _EXPONENT:
-                special = bits >> np.uint32(16)
-                into[place, j] = special | _QUIET if bits & _MANTISSA else special
-            else:
-                into[place, j] = (np.uint64(bits) + (draw & _LOW)) >> _SIXTEEN
-            draw >>= _SIXTEEN
+            carried = np.uint32(bits + drawn[offset + j])
+            kept = np.uint32(bits | (_MADE_QUIET if bits & _MANTISSA else _NO_BITS))
+            into[place, j] = (kept if bits & _EXPONENT == _EXPONENT else carried) >> _HALF
