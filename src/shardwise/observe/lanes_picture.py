@@ -3,6 +3,7 @@
     read       reader threads       a batch from its file              several steps ahead
     keys       one thread           to the device, distinct keys,      one step ahead
                                     their exchange
+    disk       the keys' thread     rows of tables with tiers, read    one step ahead; only where there are any
     compute    the main thread      vectors, forward, backward, step
     waits      the main thread      for other ranks, inside compute    exposed communication (plan/waits.py)
 
@@ -24,8 +25,10 @@ from typing import Literal, NamedTuple, get_args
 
 from shardwise.observe.bars import PALETTE, PicturePanel, SpanBar, draw_bars
 
-LaneName = Literal["read", "keys", "compute", "waits"]
-LANES: tuple[LaneName, ...] = get_args(LaneName)
+LaneName = Literal["read", "keys", "disk", "compute", "waits"]
+_ALL_LANES: tuple[LaneName, ...] = get_args(LaneName)
+LANES: tuple[LaneName, ...] = tuple(lane for lane in _ALL_LANES if lane != "disk")
+"""The lanes of every run."""
 _KEPT_STEPS = 64
 _KEPT_SPANS = 32 * _KEPT_STEPS
 """Spans kept of reading and of keys: a step is read in as many pieces as it has microbatches, some time before it
@@ -76,7 +79,7 @@ class LaneRecorder:
         self._global_batch = global_batch
         kept = {"compute": _KEPT_STEPS, "waits": _KEPT_WAITS}
         self._kept: dict[LaneName, deque[LaneSpan]] = {
-            lane: deque(maxlen=kept.get(lane, _KEPT_SPANS)) for lane in LANES
+            lane: deque(maxlen=kept.get(lane, _KEPT_SPANS)) for lane in _ALL_LANES
         }
         self.depth = 0
         """Number of steps by which keys go ahead of compute."""
@@ -199,17 +202,20 @@ def draw_picture(
     for name, spans in panels.items():
         start_s, stop_s = _range_of(spans)
         length_ms = (stop_s - start_s) * 1e3
-        bars = list(_bars(spans, start_s, stop_s))
-        keys = LANES.index("keys")
+        lanes = _ALL_LANES if any(span.lane == "disk" for span in spans) else LANES
+        bars = list(_bars(spans, lanes, start_s, stop_s))
+        keys = lanes.index("keys")
         is_inside = bool(spans) and all(bar.row != keys for bar in bars)
         notes = {keys: "found and exchanged inside compute"} if is_inside else {}
-        shown.append(PicturePanel(_headline(name, spans), LANES, length_ms, bars, notes))
+        shown.append(PicturePanel(_headline(name, spans), lanes, length_ms, bars, notes))
     draw_bars(shown, path, title, "ms; a colour and a number for each step", 0.42)
 
 
-def _bars(spans: Sequence[LaneSpan], start_s: float, stop_s: float) -> Iterator[SpanBar]:
+def _bars(
+    spans: Sequence[LaneSpan], lanes: Sequence[LaneName], start_s: float, stop_s: float
+) -> Iterator[SpanBar]:
     """Yield the bars inside the range; readers that work at the same time share the row's height."""
-    for place, lane in enumerate(LANES):
+    for place, lane in enumerate(lanes):
         rows = _side_by_side([span for span in spans if span.lane == lane])
         for number, row in enumerate(rows):
             for span in row:

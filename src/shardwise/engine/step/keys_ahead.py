@@ -118,8 +118,14 @@ class KeysAhead:
             collection = self._parts.program.tables.collection(done.action)
             found.asked(collection, done.action.microbatch).ahead.append(done)
         if self._lanes is not None:
+            reads = [done for done in self._walker.trace.rows() if done.action.kind is Kind.READ]
+            ended = time.perf_counter()
+            # READs follow all INPUT_DISTs.
+            read_s = sum(done.stop_s - done.start_s for done in reads)
             self._lanes.record("keys", step.number, started, stopped)
-            self._lanes.record("keys", step.number, resumed, time.perf_counter())
+            self._lanes.record("keys", step.number, resumed, ended - read_s)
+            if reads:
+                self._lanes.record("disk", step.number, ended - read_s, ended)
         return step._replace(batches=found.batch)
 
     @property
