@@ -178,6 +178,24 @@ def test_a_check_refuses_what_the_run_would_refuse(
     assert sentence in capsys.readouterr().err
 
 
+def test_the_folders_of_tables_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {
+        "model": {"name": "deepfm", "width": 4, "hidden": [8]},
+        "data": {
+            "synthetic": {"samples": 400, "validation_samples": 150, "tables": 3, "rows": 40, "dense": 2}
+        },
+        "tables": {"defaults": {"tiers": {"host_rows": 30, "disk": "/no/such"}}},
+        "batch": {"global_size": 8},
+        "train": {"steps": 2},
+    }
+    file = tmp_path / "clicks.yaml"
+    file.write_text(yaml.safe_dump(given))
+    assert call(monkeypatch, "train", str(file), "--check") in (1, 2)
+    assert "tables.defaults.tiers.disk: /no/such does not exist" in capsys.readouterr().err
+
+
 def test_json_without_a_check_is_answered(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,7 @@ from shardwise.observe.memory import available_bytes
 from shardwise.observe.progress import count_text
 from shardwise.plan.plan import bytes_by_tier
 from shardwise.simulate.calibration import cpu_hardware
-from shardwise.simulate.rates import measured_hardware
+from shardwise.simulate.rates import measured_hardware, with_disk
 from shardwise.tiers.scratch_folder import check_folder
 from shardwise.verify.passed import sentence_of_run
 
@@ -146,6 +146,8 @@ def check(request: CommandRequest, memory: Memory | None = None) -> RunEstimate:
     begins = config if start is None else without_start(config)
     if config.offload.disk_path is not None and config.offload.optimizer == "disk":
         check_folder(config.offload.disk_path)
+    for key, path in config.tables.disk_folders.items():
+        check_folder(path, key)
     outlook = foresee(make, begins, ranks, device)
     changes: list[str] = []
     step = None
@@ -214,6 +216,8 @@ def _report(
         if device.type == "cpu"
         else (measured_hardware(device, dtype), "rates of this machine were measured here in a second")
     )
+    for key, path in config.tables.disk_folders.items():
+        hardware = with_disk(hardware, path, key)
     ranks = request.ranks or 1
     job = PlannedJob(config, resolved, ranks, shapes, None)
     wanted = PlanRequest(request.config, ranks=ranks, device=device.type, memory=memory)

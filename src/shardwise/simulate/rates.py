@@ -23,7 +23,7 @@ from shardwise.base.words import bytes_text, in_words
 from shardwise.memory.direct_io import ALIGNMENT_BYTES, Bytes, DirectFile, aligned_empty, bytes_of
 from shardwise.observe.flops import measured_peak, peak_of
 from shardwise.precision.policy import NAMES
-from shardwise.tiers.scratch_folder import check_folder
+from shardwise.tiers.scratch_folder import DISK_PATH, check_folder
 
 _BYTES = 32 << 20
 _ROUNDS = 3
@@ -99,13 +99,35 @@ def assumed_disk() -> DiskRates:
     return DiskRates(ASSUMED_HARDWARE.memory_bytes_s["disk"], ASSUMED_HARDWARE.disk_request_s)
 
 
-def measured_disk(folder: Path) -> DiskRates:
-    """Measure the rates of the disk of a folder.
+def with_disk(hardware: Hardware, folder: Path, key: str) -> Hardware:
+    """Return hardware with the rates of a folder's disk, measured in a tenth of a second.
+
+    Args:
+        hardware: Hardware, which is returned as it is if reads of pages were measured before.
+        folder: Folder on the disk.
+        key: Key of the configuration that names the folder, for errors.
 
     Raises:
         ConfigError: if the folder cannot be used.
     """
-    check_folder(folder)
+    if "page" in hardware.operations:
+        return hardware
+    disk = measured_disk(folder, key)
+    rates = {**hardware.memory_bytes_s, "disk": disk.bytes_s}
+    return replace(hardware, memory_bytes_s=rates, operations={**hardware.operations, **disk.operations})
+
+
+def measured_disk(folder: Path, key: str = DISK_PATH) -> DiskRates:
+    """Measure the rates of the disk of a folder.
+
+    Args:
+        folder: Folder on the disk.
+        key: Key of the configuration that names the folder, for errors.
+
+    Raises:
+        ConfigError: if the folder cannot be used.
+    """
+    check_folder(folder, key)
     path = folder / f".shardwise-rate-{os.getpid()}"
     try:
         with contextlib.closing(DirectFile(path, _BYTES)) as file:
@@ -116,7 +138,7 @@ def measured_disk(folder: Path) -> DiskRates:
             request_s = _best_s(lambda: _read_pages(file, data)) / _PAGES
     except OSError as error:
         raise ConfigError(
-            f"offload.disk_path: {in_words(error)}, where the disk's rate is measured with a file of "
+            f"{key}: {in_words(error)}, where the disk's rate is measured with a file of "
             f"{bytes_text(_BYTES)}; look to the disk, or give another folder"
         ) from None
     finally:

@@ -1,6 +1,7 @@
 """Policies of one embedding table (TablePolicy), of its optimizer (RowOptimizerPolicy) and growth (DynamicPolicy)."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -352,3 +353,11 @@ class TablesPolicy(Policy):
     """Memory of a rank's host that dynamic tables may take beside an accelerator; left out, the host's memory divided
     among its ranks. On a CPU, dynamic tables share ``memory_bytes`` with static ones.
     """
+
+    @property
+    def disk_folders(self) -> dict[str, Path]:
+        """Folders of rows that are not in memory, by the key that names them."""
+        given = {"tables.defaults": self.defaults, **{f"tables.named.{k}": v for k, v in self.named.items()}}
+        return {
+            f"{key}.tiers.disk": each.tiers.folder for key, each in given.items() if each.tiers is not None
+        }
