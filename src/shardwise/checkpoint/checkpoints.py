@@ -30,11 +30,12 @@ from shardwise.base.errors import CheckpointError, TierError
 from shardwise.checkpoint.files import FileSystem
 from shardwise.checkpoint.layout import LayoutSizes
 from shardwise.checkpoint.load import CheckpointLoad, Choose, LoadedCheckpoint, StepReader
+from shardwise.checkpoint.manifest import BaseStep
 from shardwise.checkpoint.peers import CheckpointCoordinator, JobRanks, SingleRank
 from shardwise.checkpoint.piece import FlatSlice, TensorPieces, check_pieces
 from shardwise.checkpoint.policy import CheckpointPolicy
-from shardwise.checkpoint.save import CheckpointSave, CheckpointWriter, StepContents
-from shardwise.checkpoint.steps import CheckpointFolder, StepDirectory
+from shardwise.checkpoint.save import CheckpointSave, CheckpointWriter, FullStep, StepContents
+from shardwise.checkpoint.steps import CheckpointFolder, StepDirectory, open_step, step_name
 from shardwise.memory.pinned import pinned_empty
 
 
@@ -170,6 +171,8 @@ class Checkpoints:
         asynchronous: bool | None = None,
         copies: Sequence[TensorPieces] = (),
         best: Sequence[int] = (),
+        base: BaseStep | None = None,
+        mark: int = 0,
     ) -> None:
         """Save ``items`` as step ``step``.
 
@@ -187,6 +190,8 @@ class Checkpoints:
             copies: More items, whose tensors no other code changes: they are written without a copy.
             best: Numbers of the steps that were saved with a score, best first. The first ``keep_best`` of those that
                 exist, at least one, are kept whatever ``keep_last`` is.
+            base: The full step that this one continues; None if the items are the whole state.
+            mark: Number of the save, by which ``last_full`` names it.
 
         Raises:
             CheckpointError: if the step is not saved, or earlier saves failed too often.
@@ -200,7 +205,15 @@ class Checkpoints:
         self._failure = None
         behind = self.policy.asynchronous if asynchronous is None else asynchronous
         contents = StepContents(
-            step, [*items, *copies], dict(trainer), aliases or {}, write_aliases, texts or {}, best
+            step,
+            [*items, *copies],
+            dict(trainer),
+            aliases or {},
+            write_aliases,
+            texts or {},
+            best,
+            base,
+            mark,
         )
         if not 0 <= step < 10**15:
             raise CheckpointError(f"step {step}: expected a number from 0 to 10^15 - 1")
@@ -283,6 +296,22 @@ class Checkpoints:
             with self._peers.joining(self._thread.ident or 0):
                 self._thread.join()
             self._thread = None
+
+    def last_full(self) -> FullStep | None:
+        """Return the last full step of this object, once a save in the background has ended.
+
+        Returns:
+            The step on rank 0; None on other ranks, before the first full save, or if the step is no longer there.
+        """
+        self._join()
+        full = self._writer.full
+        if full is None:
+            return None
+        try:
+            manifest = open_step(self.root / step_name(full.step), self._files)
+        except CheckpointError:
+            return None
+        return full if manifest.sha256 == full.sha256 else None
 
     @property
     def copy_bytes(self) -> int:

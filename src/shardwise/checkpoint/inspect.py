@@ -39,6 +39,8 @@ class StepSummary:
     step: int = 0
     run: str = ""
     generation: int = 0
+    base: int | None = None
+    """Number of the full step that the step continues; None if the step is whole by itself."""
     bytes_by_kind: dict[str, int] | None = None
     bytes_by_file: dict[str, int] | None = None
     tensors: tuple[TensorRow, ...] = ()
@@ -127,6 +129,7 @@ def _describe_step(path: Path, check: bool) -> StepSummary:
         step=manifest.step,
         run=manifest.run,
         generation=manifest.generation,
+        base=None if manifest.base is None else manifest.base.step,
         bytes_by_kind=manifest.kinds,
         bytes_by_file={name: file.bytes for name, file in sorted(manifest.files.items())},
         tensors=_rows(manifest),

@@ -18,7 +18,7 @@ order, however many of its slices lie in it.
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from shardwise.checkpoint.files import FileSystem
 from shardwise.checkpoint.manifest import Manifest, ManifestTensor
 from shardwise.checkpoint.peers import CheckpointCoordinator
 from shardwise.checkpoint.piece import Flat, TensorPieces, bytes_of, check_pieces
-from shardwise.checkpoint.steps import CheckpointFolder, StepDirectory, open_step, step_of
+from shardwise.checkpoint.steps import CheckpointFolder, StepDirectory, base_of, open_step, step_of
 from shardwise.kernels.crc import sum_for
 
 Choose = Sequence[TensorPieces] | Callable[[Manifest], Sequence[TensorPieces]]
@@ -71,9 +71,14 @@ class StepReader:
         self._memory = bytes_of(self._buffer)
         self._sum = sum_for(sum(file.bytes for file in manifest.files.values()))
 
-    def blocks(self) -> list[tuple[str, int]]:
-        """Return (file, block) for every block of the step, in order."""
+    def blocks(self, kinds: Collection[str] | None = None) -> list[tuple[str, int]]:
+        """Return (file, block) for every block of the step, in order, or of the files with tensors of some kinds."""
         files = sorted(self.manifest.files.items())
+        if kinds is not None:
+            held = [
+                piece.file for each in self.manifest.tensors if each.kind in kinds for piece in each.pieces
+            ]
+            files = [each for each in files if each[0] in {manifests.TRAINER, *held}]
         return [(name, block) for name, file in files for block in range(file.blocks)]
 
     def check(self, blocks: Iterable[tuple[str, int]]) -> None:
@@ -382,9 +387,11 @@ class CheckpointLoad:
             opened.append((reader, items))
             wrong = differences(items, manifest)
             if not wrong and not self._is_checked:
-                blocks = reader.blocks()
-                rank, size = self._coordinator.rank, self._coordinator.size
-                reader.check(blocks[len(blocks) * rank // size : len(blocks) * (rank + 1) // size])
+                self._check_share(reader, reader.blocks())
+                base = base_of(path, manifest, self._files)
+                if base is not None and manifest.base is not None:
+                    full = StepReader(base, open_step(base, self._files), self._files)
+                    self._check_share(full, full.blocks(manifest.base.kinds))
             if not wrong and self._examine is not None:
                 self._examine(reader)
             return {"seal": manifest.sha256, "requested": _requested(items, manifest), "wrong": wrong}
@@ -403,6 +410,11 @@ class CheckpointLoad:
 
         self._coordinator.gather(f"read {turn}", read)
         return LoadedCheckpoint(reader.manifest.step, trainer, path, reader.manifest)
+
+    def _check_share(self, reader: StepReader, blocks: Sequence[tuple[str, int]]) -> None:
+        """Check this rank's share of the blocks."""
+        rank, size = self._coordinator.rank, self._coordinator.size
+        reader.check(blocks[len(blocks) * rank // size : len(blocks) * (rank + 1) // size])
 
     def _judge(self, answers: Sequence[dict[str, Any]], reader: StepReader) -> None:
         """Raise the same error on all ranks if the answers of any rank differ or refuse the step."""

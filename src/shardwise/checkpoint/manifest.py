@@ -5,6 +5,7 @@
      "tensors": [{"kind","name","shape","dtype","pieces":[{"file","offset","start","stop","crc32"}, ...]}, ...],
      "aliases": {"embed.weight": ["head.weight"]},
      "versions": {"shardwise": "0.1.0", "torch": "2.13.0", "python": "3.13.1"},
+     "base":    null, or {"step", "sha256", "kinds"} of the full step before a step that holds only changes,
      "sha256":  "<of every byte before this field>"}
 
 One CRC-32 per block lets a reader check what it reads without reading the rest; one per piece names the tensor that a
@@ -150,6 +151,16 @@ class StoredFile(StrictModel):
         return len(self.crc32) // 8
 
 
+class BaseStep(StrictModel):
+    """The full step that a step continues: of some kinds of tensors the step holds only what changed since."""
+
+    step: Count
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """SHA-256 in the manifest of the full step."""
+    kinds: Annotated[list[str], Field(max_length=100)]
+    """Kinds of tensors that are read from both steps."""
+
+
 class Manifest(StrictModel):
     """The contents of ``manifest.json``."""
 
@@ -167,6 +178,8 @@ class Manifest(StrictModel):
     aliases: dict[str, list[str]]
     versions: Annotated[dict[str, Annotated[str, Field(max_length=100)]], Field(max_length=20)] = {}
     """Versions of the programs that wrote the step, by name; empty in steps written before this key existed."""
+    base: BaseStep | None = None
+    """The full step that this one continues; None if the step is whole by itself."""
     sha256: str = ""
 
     @model_validator(mode="after")
@@ -239,6 +252,11 @@ class Manifest(StrictModel):
         """Return the bytes of ``manifest.json``, with its SHA-256."""
         body = json.dumps(self.model_dump(exclude={"sha256"}), separators=(",", ":"))[:-1].encode()
         return body + b',\n"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+
+    @staticmethod
+    def seal_of(data: bytes) -> str:
+        """Return the SHA-256 that ``encode`` wrote into the bytes of ``manifest.json``."""
+        return hashlib.sha256(data[:-_TAIL_BYTES]).hexdigest()
 
     @staticmethod
     def decode(data: bytes, where: str) -> "Manifest":

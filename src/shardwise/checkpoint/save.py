@@ -22,7 +22,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import shardwise.checkpoint.manifest as manifests
 from shardwise.base.errors import CheckpointError
@@ -30,7 +30,7 @@ from shardwise.base.words import bytes_text, in_words
 from shardwise.checkpoint.coverage import FileExtent, FileSums, cut_at_blocks, stored_tensors, sum_up
 from shardwise.checkpoint.files import FileSystem
 from shardwise.checkpoint.layout import FileLayout, FileSlot, LayoutSizes, arrange, index_text
-from shardwise.checkpoint.manifest import Manifest
+from shardwise.checkpoint.manifest import BaseStep, Manifest
 from shardwise.checkpoint.peers import CheckpointCoordinator
 from shardwise.checkpoint.piece import (
     MODEL_KINDS,
@@ -62,6 +62,22 @@ class StepContents:
     """Contents of more small files by path: ``model/config.json`` and the like. Only rank 0's are written."""
     best: Sequence[int] = ()
     """Numbers of the steps that were saved with a score, best first; the first of them that exist are not removed."""
+    base: BaseStep | None = None
+    """The full step that this one continues; None if the step is whole by itself."""
+    mark: int = 0
+    """Number of the save, by which the caller knows a full step again."""
+
+
+class FullStep(NamedTuple):
+    """The last committed step that is whole by itself, which later steps may continue."""
+
+    mark: int
+    """Number of the save, by which the caller knows it."""
+    step: int
+    sha256: str
+    """SHA-256 in its manifest."""
+    increments: int
+    """Number of steps that were committed since and continue it."""
 
 
 @dataclass
@@ -76,6 +92,8 @@ class CheckpointWriter:
     read_back: bool
     warn: Callable[[str], None]
     nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+    full: FullStep | None = None
+    """The last full step of this writer, on rank 0."""
     generation: int | None = None
     """Generation of this writer, set on rank 0 by its first save."""
 
@@ -330,13 +348,21 @@ class CheckpointSave:
             tensors=stored_tensors(layouts, sums),
             aliases={name: list(others) for name, others in self._aliases.items()},
             versions=manifests.versions(),
+            base=self._contents.base,
         )
-        self._files.replace(temporary / manifests.NAME, manifest.encode())
+        encoded = manifest.encode()
+        self._files.replace(temporary / manifests.NAME, encoded)
         for directory in sorted({(temporary / path).parent for path in files} | {temporary}):
             self._files.sync_directory(directory)
         self._check_claim()
         self._committed = self._folder.commit(temporary, self._contents.step)
         self._temporary = None
+        full = self._writer.full
+        if manifest.base is None:
+            sha256 = Manifest.seal_of(encoded)
+            self._writer.full = FullStep(self._contents.mark, manifest.step, sha256, 0)
+        elif full is not None:
+            self._writer.full = full._replace(increments=full.increments + 1)
 
     def _compare(
         self, layouts: Sequence[FileLayout], sums: Sequence[FileSums], answers: Sequence[str]

@@ -123,8 +123,41 @@ def _named(root: Path, name: object, form: re.Pattern[str]) -> Path:
     )
 
 
+def base_of(path: Path, manifest: Manifest, files: FileSystem) -> Path | None:
+    """Return the folder of the full step that a step continues; None if the step is whole by itself.
+
+    Args:
+        path: Folder of the step.
+        manifest: Manifest of the step.
+        files: Access to the file system.
+
+    Raises:
+        DamagedError: if the full step is not beside the step, is another one, or does not open.
+    """
+    base = manifest.base
+    if base is None:
+        return None
+    name = step_name(base.step)
+    what = f"{path}: holds only the rows that changed since step {base.step}"
+    found = sorted(each for each in path.parent.glob(f"{name}*") if _STEP.fullmatch(each.name))
+    for place in found:
+        try:
+            full = _opened(place, files)
+        except CheckpointError as problem:
+            if len(found) == 1:
+                raise DamagedError(f"{what}, and that step cannot be read: {problem}") from None
+            continue
+        if full.sha256 == base.sha256 and full.base is None:
+            return place
+    if found:
+        raise DamagedError(f"{what} of the same run, and {found[0]} is another one; restore both from a copy")
+    raise DamagedError(f"{what}, and {path.parent / name} is not there; restore it from a copy")
+
+
 def open_step(path: Path, files: FileSystem) -> Manifest:
     """Return the manifest of one step after checking that every file exists and has its size; contents are not read.
+
+    A step that continues a full step opens only if that one opens.
 
     Args:
         path: Folder of the step.
@@ -134,6 +167,13 @@ def open_step(path: Path, files: FileSystem) -> Manifest:
         DamagedError: if the manifest or a file is missing or damaged.
         CheckpointError: if the manifest has another format.
     """
+    found = _opened(path, files)
+    base_of(path, found, files)
+    return found
+
+
+def _opened(path: Path, files: FileSystem) -> Manifest:
+    """Return the manifest of one step after checking its files, without the full step that it continues."""
     try:
         data = files.read_bytes(path / manifests.NAME, JSON_BYTES)
     except OSError as error:
@@ -269,8 +309,8 @@ class CheckpointFolder:
     ) -> None:
         """Remove steps older than the newest ``keep_last``, except every ``keep_every``-th step and the best steps.
 
-        Only readable steps count, so damaged steps never push out the last good one; damaged steps are left to the
-        user.
+        A full step stays as long as a kept step continues it. Only readable steps count, so damaged steps never push
+        out the last good one; damaged steps are left to the user.
 
         Args:
             keep_last: Number of steps to keep; None: all.
@@ -292,10 +332,14 @@ class CheckpointFolder:
                 f"{committed}: cannot be read right after it was committed; nothing was removed"
             )
         kept: set[int] = set()
+        needed: set[Path | None] = set()
+        """Full steps that kept steps continue. They are older, and so come later."""
         there = {one.step for one in readable}
         best_kept = set([step for step in best if step in there][:keep_best])
         for one in found:
             # Remove the old step, readable or not, if the step that replaced it is readable.
+            if one.path in needed:
+                continue
             if ".old-" in one.path.name:
                 if any(other.step == one.step and ".old-" not in other.path.name for other in readable):
                     self.trash(one.path)
@@ -305,5 +349,7 @@ class CheckpointFolder:
             wanted = keep_last is None or len(kept) < keep_last or one.path == committed
             if wanted:
                 kept.add(one.step)
-            elif one.step not in best_kept and not (keep_every and one.step % keep_every == 0):
+            if wanted or one.step in best_kept or (keep_every and one.step % keep_every == 0):
+                needed.add(base_of(one.path, one.manifest, self._files))
+            else:
                 self.trash(one.path)

@@ -15,7 +15,7 @@ from shardwise.base.strict_json import JSON_BYTES
 from shardwise.checkpoint.files import FileSystem
 from shardwise.checkpoint.load import FileDamage, StepReader
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.steps import open_step
+from shardwise.checkpoint.steps import base_of, open_step
 from shardwise.formats.safetensors import CODES, StoredTensor, header_of
 
 
@@ -41,7 +41,17 @@ def verify(directory: Path | str, files: FileSystem | None = None) -> list[FileD
         if wrong is None and name.endswith(".safetensors"):
             wrong = _check_header(reader, name)
         found += [wrong] if wrong else []
-    return found + _unknown_files(path, manifest)
+    return found + _unknown_files(path, manifest) + _of_base(path, manifest, files)
+
+
+def _of_base(path: Path, manifest: Manifest, files: FileSystem) -> list[FileDamage]:
+    """Return the damage to the full step that a step continues."""
+    base = base_of(path, manifest, files)
+    return (
+        []
+        if base is None
+        else [each._replace(file=f"{base.name}/{each.file}") for each in verify(base, files)]
+    )
 
 
 def _what_opens(path: Path, problem: DamagedError, files: FileSystem) -> list[FileDamage]:

@@ -68,6 +68,7 @@ def _as_json(steps: "Sequence[StepSummary]", leftovers: "Sequence[str]", tensors
         about |= {
             "step": step.step,
             "run": step.run,
+            "base": step.base,
             "parameters": step.elements,
             "bytes": step.bytes,
             "bytes_by_kind": step.bytes_by_kind,
@@ -125,6 +126,8 @@ def _show_step(console: "Console", step: "StepSummary", tensors: bool) -> None:
     saved_from = f", saved from {layout.mesh}, ZeRO-{layout.zero_stage}" if layout else ""
     size = f"{count_text(step.elements)} parameters, {bytes_text(step.bytes)}"
     say(f"step {step.step} of run {step.run}{saved_from}; {size}")
+    if step.base is not None:
+        say(f"holds the rows of tables that changed since step {step.base}, which it needs")
     if step.versions:
         say(f"written with {', '.join(f'{name} {version}' for name, version in step.versions.items())}")
     for kind, kind_bytes in (step.bytes_by_kind or {}).items():

@@ -10,6 +10,7 @@ from shardwise.checkpoint.steps import folder_of, newest_until, step_of
 from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.state import saving
 from shardwise.engine.state.loaders import EngineLoaders
+from shardwise.engine.state.table_increments import TableIncrements
 from shardwise.engine.state.vector_export import VectorExport
 
 _SPARE = 8
@@ -22,6 +23,7 @@ class StepSaves:
     def __init__(self, parts: EngineParts, loaders: EngineLoaders) -> None:
         self._parts = parts
         self._loaders = loaders
+        self._increments = TableIncrements(parts)
         self.exports = VectorExport(parts)
         """Exports of vectors for serving."""
         self.not_loaded: list[str] = []
@@ -43,7 +45,9 @@ class StepSaves:
             progress.best = self._ranked(float(score), higher_is_better)
         self._folder = Path(directory)
         try:
-            saving.save(self._parts, self._loaders, Path(directory), dict(trainer or {}), **options)
+            saving.save(
+                self._parts, self._loaders, self._increments, Path(directory), dict(trainer or {}), **options
+            )
         except BaseException:
             progress.best = before
             raise
@@ -86,6 +90,7 @@ class StepSaves:
         if loaded is None:
             return None
         self.exports.forget()
+        self._increments.forget()
         self.not_loaded = loaded.not_loaded
         self._folder = folder_of(Path(directory))
         return loaded.user

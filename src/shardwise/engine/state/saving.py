@@ -37,11 +37,13 @@ from shardwise.compose.spec import ModelSpec
 from shardwise.engine.parts.folders import check_folder
 from shardwise.engine.parts.parts import EngineParts
 from shardwise.engine.parts.tables import ModelTables
-from shardwise.engine.state import saved_tables
+from shardwise.engine.state import saved_tables, table_notes
 from shardwise.engine.state.differences import StepDifferences
 from shardwise.engine.state.loaders import EngineLoaders
 from shardwise.engine.state.saved_state import SavedState, best_steps
 from shardwise.engine.state.state import buckets, finish_updates, own_buffers, settle
+from shardwise.engine.state.table_increments import TableIncrements
+from shardwise.engine.state.table_rows import with_base
 from shardwise.models.ctr.build import described
 from shardwise.optim.average import EMA
 from shardwise.parallel.zero.bucket import BucketState
@@ -63,13 +65,19 @@ class LoadedStep(NamedTuple):
 
 
 def save(
-    parts: EngineParts, loaders: EngineLoaders, folder: Path, trainer: dict[str, Any], **options: Any
+    parts: EngineParts,
+    loaders: EngineLoaders,
+    increments: TableIncrements,
+    folder: Path,
+    trainer: dict[str, Any],
+    **options: Any,
 ) -> None:
     """Save the engine's state as a step. Implements ``Engine.save``."""
     progress = parts.progress
     settle(parts, "save")
     finish_updates(parts)
-    tables = saved_tables.items_to_save(parts.tables) if parts.tables else None
+    part = increments.next(folder)
+    tables = saved_tables.items_to_save(parts.tables, part.since) if parts.tables else None
     common, stateless, labels = _agree_on_scalars(parts, "" if tables is None else tables.fault)
     state = {
         "step": progress.step_count,
@@ -109,6 +117,8 @@ def save(
             {"engine": state, "user": trainer},
             aliases=aliases,
             copies=() if tables is None else tables.items,
+            base=part.base,
+            mark=part.mark,
             best=[step for step, _ in progress.best],
             **options,
         )
@@ -229,10 +239,9 @@ def load(
     for bucket in buckets(parts):
         bucket.settle()
     if parts.tables:
-        notes = saved_tables.notes_of(loaded.trainer, str(loaded.path))
-        saved_tables.load(
-            parts.tables, checkpoints, loaded.path, loaded.manifest, notes, weights_only, step.found.kept
-        )
+        notes = table_notes.notes_of(loaded.trainer, str(loaded.path))
+        stored = with_base(loaded.path, loaded.manifest, notes)
+        saved_tables.load(parts.tables, checkpoints, stored, weights_only, step.found.kept)
     if parts.world.rank == 0:
         for line in step.found.lines():
             _log.warning("step %d: %s", loaded.step, line)
@@ -270,7 +279,7 @@ class _StepToLoad:
         if not self._weights_only:
             self._parts.optimizer_groups.check_state(self.saved.engine.groups)
         if self._parts.tables:
-            saved_tables.examine(reader, (self._parts.world.rank, self._parts.world.size))
+            table_notes.examine(reader, (self._parts.world.rank, self._parts.world.size))
 
     def choose(self, manifest: Manifest) -> list[TensorPieces]:
         """Compare a step with the model, and return the tensors to load from the step."""
@@ -323,7 +332,7 @@ def moments_of(manifest: Manifest, registry: Registry) -> tuple[list[str], str]:
     Raises:
         MismatchError: if another optimizer made the state.
     """
-    kinds = {tensor.kind for tensor in manifest.tensors if not saved_tables.is_of_tables(tensor.kind)}
+    kinds = {tensor.kind for tensor in manifest.tensors if not table_notes.is_of_tables(tensor.kind)}
     labels = sorted(kinds - {*_OURS, EMA})
     expected = sorted({info.label for info in registry.of_kind("moment")} - {EMA})
     averages = any(info.label == EMA for info in registry.of_kind("moment"))

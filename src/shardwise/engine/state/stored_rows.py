@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import MismatchError
-from shardwise.engine.state import saved_tables
+from shardwise.engine.state.table_notes import counts_of
+from shardwise.engine.state.table_rows import open_tables, read_rows
 from shardwise.models.increments import ChangedTable, ExportedStep
 
 _CHUNK_ROWS = 1 << 20
@@ -39,36 +40,31 @@ class StepRows:
     """
 
     def __init__(self, step: Path) -> None:
-        self._step = step
-        self._manifest, self._notes = saved_tables.open_tables(step)
+        self._tables = open_tables(step)
 
     @property
     def exported(self) -> ExportedStep:
         """The run and the step, by which increments name them."""
-        return ExportedStep(run=self._manifest.run, step=self._manifest.step)
+        return ExportedStep(run=self._tables.manifest.run, step=self._tables.manifest.step)
 
     @property
     def names(self) -> list[str]:
         """Names of the tables."""
-        return list(self._notes.tables)
+        return list(self._tables.notes.tables)
 
     def kind(self, table: str) -> "TableKind":
         """Return the width of a table, and whether it is dynamic."""
-        stored = self._manifest.find(saved_tables.KIND, table)
-        assert stored is not None, "a table that is noted is stored"
-        return TableKind(stored.shape[1], self._notes.tables[table].buckets is not None)
+        return TableKind(self._tables.width(table), self._tables.notes.tables[table].buckets is not None)
 
     def counts(self, table: str) -> Tensor:
         """Return the number of rows of each bucket: int64 [BUCKETS]."""
-        return saved_tables.counts_of(self._notes.tables[table])
+        return counts_of(self._tables.notes.tables[table])
 
     def read(self, table: str, low: int, high: int) -> tuple[Tensor, Tensor]:
         """Return the keys [n] and the fp32 vectors [n, D] of the rows in buckets [low, high)."""
         ends = self.counts(table).cumsum(0).tolist()
         within = (ends[low - 1] if low else 0, ends[high - 1])
-        keys, vectors = saved_tables.read_rows(
-            self._step, self._manifest, table, self._notes.tables[table], within
-        )
+        keys, vectors = read_rows(self._tables, table, within)
         return keys, vectors.float()
 
 
