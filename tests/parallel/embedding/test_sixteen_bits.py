@@ -100,7 +100,7 @@ CASES = [
     for state in ("fp32", "bf16")
     if not (dynamic and exchange == "pooled")
 ]
-DRAWN = CASES[::23]
+DRAWN = CASES[::31]
 
 
 @pytest.mark.parametrize("case", DRAWN, ids=str)
@@ -143,11 +143,11 @@ def test_planted_bugs_are_seen(plant: Any, case: Any, monkeypatch: pytest.Monkey
 
 
 def test_small_updates_are_kept_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """200 steps of a fiftieth of a unit in the last place. With one draw for all steps most would never move."""
+    """40 steps of a tenth of a unit in the last place. With one draw for all steps most would never move."""
 
     def weights_after(steps: int) -> Tensor:
         table = TablePolicy(name="t", rows=400, width=4, init_bound=0.0, dtype="bf16")
-        collection = EmbeddingCollection([table], RowOptimizerPolicy(type="sgd", lr=2.0**-8 / 50))
+        collection = EmbeddingCollection([table], RowOptimizerPolicy(type="sgd", lr=2.0**-8 / 10))
         collection.load_rows("t", KeyedRows.of_weights(torch.arange(400), torch.ones(400, 4)))
         keys = {"t": Ragged.of_ones(torch.arange(400))}
         for _ in range(steps):
@@ -155,12 +155,12 @@ def test_small_updates_are_kept_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> 
             collection.step()
         return collection.rows_here("t").weights.double()
 
-    found = weights_after(200)
-    bound = 4.5 * 2.0**-8 * (200 * 0.02 / found.numel()) ** 0.5
-    assert float(found.mean()) == pytest.approx(1 - 200 * 2.0**-8 / 50, abs=bound)
+    found = weights_after(40)
+    bound = 4.5 * 2.0**-8 * (40 * 0.1 / found.numel()) ** 0.5
+    assert float(found.mean()) == pytest.approx(1 - 40 * 2.0**-8 / 10, abs=bound)
     assert float((found == 1).double().mean()) < 0.05
     monkeypatch.setattr(store, "word_of", lambda *numbers: 7)
-    assert float((weights_after(200) == 1).double().mean()) > 0.9
+    assert float((weights_after(40) == 1).double().mean()) > 0.8
 
 
 def test_start_rows_are_those_of_fp32_to_the_nearest() -> None:
