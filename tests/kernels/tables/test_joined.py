@@ -77,3 +77,15 @@ def test_both_forms_agree_and_any_key_is_in_a_table_without_limit(
     values = [torch.randint(-(2**62), 2**62, (2 * int(each.sum()),))[::2] for each in lengths]
     given = (values, ends, torch.arange(4), torch.full((4,), -1), by_sample)
     assert_alike(joined(*given), plain_joined(*given))
+
+
+def test_what_the_loops_would_read_beside_memory_is_refused() -> None:
+    values = of([9, 8], [0, 1], [4, 3])
+    with pytest.raises(ValueError, match="offsets are torch.int32"):
+        joined(values, [each.int() for each in ones(3, 2)], BASES, LIMITS, True)
+    with pytest.raises(
+        ValueError, match=r"3 features with offsets of \[2, 3\] numbers, 3 bases and 3 limits"
+    ):
+        joined(values, [*ones(2, 2), *ones(1, 1)], BASES, LIMITS, True)
+    with pytest.raises(ValueError, match="2 bases"):
+        joined(values, ones(3, 2), BASES[:2], LIMITS, True)

@@ -49,7 +49,11 @@ def joined(
         bases: key of the group at which each feature's table begins, int64 [F].
         limits: number of keys of each feature's table, int64 [F]; below 0 any key is allowed.
         by_sample: True orders the bags sample after sample, False feature after feature.
+
+    Raises:
+        ValueError: if dtypes or numbers of elements do not fit: the loops read memory by these numbers.
     """
+    _check(values, offsets, bases, limits)
     if not runs_compiled(*values, *offsets, bases, limits):
         return plain_joined(values, offsets, bases, limits, by_sample)
     keys, ends = [each.contiguous() for each in values], [each.contiguous() for each in offsets]
@@ -69,6 +73,21 @@ def joined(
     join = _joined_by_sample if by_sample else _joined_by_feature
     fits = join(key_at, end_at, sizes, samples, *given, out.numpy(), starts.numpy())
     return JoinedKeys(out, starts, shortest, longest) if fits else None
+
+
+def _check(values: Sequence[Tensor], offsets: Sequence[Tensor], bases: Tensor, limits: Tensor) -> None:
+    for name, tensors in (("values", values), ("offsets", offsets), ("bases and limits", (bases, limits))):
+        for tensor in tensors:
+            if tensor.dtype != torch.int64 or tensor.dim() != 1:
+                raise ValueError(
+                    f"{name} are {tensor.dtype} {list(tensor.shape)}; expected int64 of one dimension"
+                )
+    sizes = {len(each) for each in offsets}
+    if len(sizes) != 1 or 0 in sizes or {len(offsets), len(bases), len(limits)} != {len(values)}:
+        raise ValueError(
+            f"{len(values)} features with offsets of {sorted(sizes)} numbers, {len(bases)} bases and {len(limits)} "
+            "limits; expected one of each for a feature, and offsets of one length"
+        )
 
 
 def plain_joined(
