@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 import shardwise
 from shardwise.base.errors import CheckpointError, DamagedError, DataError, MismatchError, UsageError
 from shardwise.base.ragged import Ragged
+from shardwise.cli.main import app
 from shardwise.comm.world import join
 from shardwise.models.ctr.policy import CTR_POLICIES
 from shardwise.models.vectors import StoredTable, write_vectors
@@ -67,6 +69,29 @@ def test_logits_are_those_of_the_engine(
     from_checkpoint = shardwise.Scorer(folder / name, cache_bytes=0)
     assert (from_checkpoint.score(asked()) - wanted).abs().max() <= 1e-6
     assert from_checkpoint.cached_bytes == 0 and not from_checkpoint.refresh()
+
+
+@pytest.mark.parametrize(("form", "most"), [("fp16", 2**-10), ("bf16", 2**-7), ("int8", 0.03)])
+def test_vectors_of_fewer_bits(form: str, most: float, saved: tuple[Path, Any], tmp_path: Path) -> None:
+    """Each number is within half a step of its form; the logits follow."""
+    step = saved[0] / "dlrm/step_00000003"
+    export_step(step, tmp_path / "whole")
+    done = CliRunner().invoke(app, ["convert", str(step), str(tmp_path / "few"), "--vectors", form])
+    assert done.exit_code == 0, done.output
+    whole, few = shardwise.Vectors(tmp_path / "whole"), shardwise.Vectors(tmp_path / "few")
+    keys = torch.arange(30)
+    for table in ("tables.user", "tables.shop"):
+        a, b = whole.lookup(table, keys), few.lookup(table, keys).float()
+        bound = a.abs().amax(1, keepdim=True) / 127 / 2 if form == "int8" else a.abs() * most / 2
+        assert a.abs().max() > 0 and ((a - b).abs() <= bound + 1e-9).all() and not torch.equal(a, b)
+    sizes = [
+        sum(each.stat().st_size for each in (tmp_path / name).glob("tables.*")) for name in ("whole", "few")
+    ]
+    assert sizes[1] < sizes[0]
+    wanted = Scorer(tmp_path / "whole").score(asked())
+    assert (Scorer(tmp_path / "few").score(asked()) - wanted).abs().max() <= most
+    unknown = CliRunner().invoke(app, ["convert", str(step), str(tmp_path / "x"), "--vectors", "int4"])
+    assert unknown.exit_code and isinstance(unknown.exception, UsageError)
 
 
 def test_a_model_of_ones_own_is_built_by_its_function(tmp_path: Path) -> None:
@@ -131,7 +156,8 @@ def next_step(folder: Path, saved: Path, during: Callable[[], None] = lambda: No
         return table._replace(parts=parts)
 
     tables = [doubled(table, table is found.tables[-1]) for table in found.tables]
-    dense = found.dense._replace(tensors={name: 2 * each for name, each in found.dense.tensors.items()})
+    doubles = {name: 2 * each for name, each in found.dense.tensors.items()}
+    dense = found.dense._replace(tensors=doubles, about=found.dense.about | {"step": 2 * found.step})
     write_vectors(folder, tables, 2 * found.step, dense=dense)
 
 
@@ -268,6 +294,11 @@ def as_model(value: Any) -> Callable[[Any], None]:
             lambda f: changed(f, as_model({"model": {"name": "dlrm"}})),
             DamagedError,
             "does not fit this version",
+        ),
+        (
+            lambda f: changed(f, lambda i: i.update(step=4)),
+            UsageError,
+            "of step 4, by increments, and .* of step 3",
         ),
         (lambda f: changed(f, as_model([1])), DamagedError, "does not fit this version"),
         (lambda f: shutil.rmtree(f), CheckpointError, "is no folder; expected one with tables.json"),

@@ -96,6 +96,14 @@ _Since = Annotated[
         "be among the checkpoints.",
     ),
 ]
+_Vectors = Annotated[
+    str,
+    typer.Option(
+        "--vectors",
+        metavar="FORM",
+        help="Of a run with embedding tables: the numbers of the vectors in files, fp32, fp16, bf16 or int8.",
+    ),
+]
 _Experts = Annotated[
     str | None,
     typer.Option(
@@ -119,6 +127,7 @@ def command(
     step: StepOption = NEWEST,
     to: _To = None,
     since: _Since = None,
+    vectors: _Vectors = "fp32",
 ) -> None:
     """Turn data, checkpoints and configurations into other forms.
 
@@ -157,7 +166,7 @@ def command(
     elif any(path.glob("*_states.pt")) or any(path.glob("*/*_states.pt")):
         _from_deepspeed(path, out)
     elif _is_checkpoint(path):
-        _export(path, out, step)
+        _export(path, out, step, vectors)
     elif (path / "config.json").is_file() and any(path.glob("*.safetensors")):
         _import(path, out)
     else:
@@ -290,9 +299,9 @@ def _pack(source: str, out: Path, **options: Any) -> None:
     typer.echo(f"{out}: {count_text(len(made))} rows, {columns}, {bytes_text(out.stat().st_size)}{skipped}")
 
 
-def _export(source: Path, out: Path, which: str = NEWEST) -> None:
-    """Write a step of ``source``."""
-    _of_step(source, out, which, partial(_export_step, source=source, out=out))
+def _export(source: Path, out: Path, which: str = NEWEST, vectors: str = "fp32") -> None:
+    """Write a step of ``source``, with vectors of a form if it has tables."""
+    _of_step(source, out, which, partial(_export_step, source=source, out=out, vectors=vectors))
 
 
 def _of_step(source: Path, out: Path, which: str, export: "Callable[[StepSummary], None]") -> None:
@@ -312,14 +321,14 @@ def _of_step(source: Path, out: Path, which: str, export: "Callable[[StepSummary
                 raise
 
 
-def _export_step(step: "StepSummary", source: Path, out: Path) -> None:
+def _export_step(step: "StepSummary", source: Path, out: Path, vectors: str) -> None:
     from shardwise.checkpoint import verify
     from shardwise.cli.trained import gpt_of, tokenizer_of
     from shardwise.data import DataPolicy
     from shardwise.models import open_weights, write_huggingface
 
     if any(row.kind == "table" for row in step.tensors):
-        _export_tables(step.path, out)
+        _export_tables(step.path, out, vectors)
         return
     policy, config = gpt_of(step)
     if damage := verify(step.path):
@@ -423,11 +432,14 @@ def _save_start(
     Checkpoints(out).save(0, items, {"engine": {"step": 0}, "user": user}, asynchronous=False)
 
 
-def _export_tables(step: Path, out: Path) -> None:
+def _export_tables(step: Path, out: Path, vectors: str) -> None:
+    from shardwise.models.vector_codes import FORMS
     from shardwise.observe.progress import count_text
     from shardwise.serving.export import export_step
 
-    done = export_step(step, out)
+    if vectors not in FORMS:
+        raise UsageError(f"convert: --vectors {vectors}; expected {', '.join(FORMS)}")
+    done = export_step(step, out, FORMS[vectors])
     typer.echo(
         f"{out}: step {done.step}, {len(done.tables)} tables, {count_text(done.rows)} rows, for shardwise.Scorer and "
         "shardwise.Vectors"

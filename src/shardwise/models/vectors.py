@@ -53,6 +53,7 @@ from shardwise.models.increments import (
     no_changes,
     read_increment,
 )
+from shardwise.models.vector_codes import FORMS, CodedRows, coded
 from shardwise.parallel.embedding.rows import KeyedRows
 
 _INDEX = "tables.json"
@@ -65,6 +66,8 @@ _CARRIERS = {
     torch.float64: np.float64,
     torch.float32: np.float32,
     torch.float16: np.float16,
+    torch.bfloat16: np.int16,
+    torch.int8: np.int8,
     torch.int64: np.int64,
 }
 
@@ -104,7 +107,7 @@ def write_vectors(
         folder: The folder; created if it does not exist.
         tables: The tables.
         step: The number of optimizer steps done.
-        dtype: The dtype of the vectors: fp64, fp32 or fp16.
+        dtype: The dtype of the vectors: fp64, fp32, fp16, bf16 or int8 (vector_codes.py).
         dense: The dense part of the model, which :class:`shardwise.Scorer` reads; None: only tables are written.
         run: Name of the run, by which a reader knows the increments that continue from these vectors.
 
@@ -114,8 +117,8 @@ def write_vectors(
     Raises:
         UsageError: before anything is written, if the dtype is another, or a table's name cannot be a file name.
     """
-    if dtype not in (torch.float32, torch.float16, torch.float64):
-        raise UsageError(f"vectors are written as fp64, fp32 or fp16; given {dtype}")
+    if dtype not in FORMS.values():
+        raise UsageError(f"vectors are written as {', '.join(FORMS)}; given {dtype}")
     folder, tables = Path(folder), list(tables)
     for table in tables:
         if Path(table.name).name != table.name or table.name.startswith("."):
@@ -143,17 +146,28 @@ def write_vectors(
         content["dense"]["sha256"] = _write_dense(folder / files[-1], dense.tensors)
         _write_json(coming, content)
     for table, file in zip(tables, files, strict=False):
-        shapes = {"keys": (table.rows,), "vectors": (table.rows, table.width)}
-        with SafetensorsWriter(folder / file, shapes, {"keys": torch.int64, "vectors": dtype}) as writer:
-            for first, keys, vectors in table.parts():
-                writer.write_part("keys", first, keys)
-                writer.write_part("vectors", first * table.width, vectors)
+        _write_table(folder / file, table, dtype)
     # The rename switches readers to the new files; removing the old files earlier would break the old index.
     os.replace(coming, index)
     for file in earlier:
         (folder / file).unlink(missing_ok=True)
         (folder / f"{file}.part").unlink(missing_ok=True)
     return folder
+
+
+def _write_table(file: Path, table: StoredTable, dtype: torch.dtype) -> None:
+    """Write the keys and vectors of a table, with one run of rows in memory at a time."""
+    shapes: dict[str, tuple[int, ...]] = {"keys": (table.rows,), "vectors": (table.rows, table.width)}
+    dtypes = {"keys": torch.int64, "vectors": dtype}
+    if dtype == torch.int8:
+        shapes["scales"], dtypes["scales"] = (table.rows,), torch.float32
+    with SafetensorsWriter(file, shapes, dtypes) as writer:
+        for first, keys, vectors in table.parts():
+            writer.write_part("keys", first, keys)
+            if dtype == torch.int8:
+                vectors, scales = coded(vectors)
+                writer.write_part("scales", first, scales)
+            writer.write_part("vectors", first * table.width, vectors)
 
 
 def _name_beside(names: Sequence[str]) -> str:
@@ -463,14 +477,16 @@ class Vectors:
         if Path(entry.file).name != entry.file:
             raise DamagedError(f"{self.folder / _INDEX}: table {table!r} names a file outside the folder")
         header = read_header(file)
-        keys, vectors = header.get("keys"), header.get("vectors")
+        keys, vectors, scales = header.get("keys"), header.get("vectors"), header.get("scales")
         if (
             keys is None
             or vectors is None
             or tuple(keys.shape) != (entry.rows,)
             or tuple(vectors.shape) != (entry.rows, entry.width)
             or keys.dtype != torch.int64
-            or vectors.dtype not in (torch.float64, torch.float32, torch.float16)
+            or vectors.dtype not in FORMS.values()
+            or (vectors.dtype == torch.int8) != (scales is not None)
+            or (scales is not None and (scales.shape, scales.dtype) != ((entry.rows,), torch.float32))
         ):
             raise DamagedError(
                 f"{file}: expected int64 keys [{entry.rows}] and floating vectors [{entry.rows}, {entry.width}], as "
@@ -482,7 +498,10 @@ class Vectors:
                 return np.zeros(stored.shape, _CARRIERS[stored.dtype])
             return np.memmap(file, _CARRIERS[stored.dtype], "r", stored.offset, stored.shape)
 
-        return _MappedTable(mapped(header["keys"]), mapped(header["vectors"]))
+        rows: np.ndarray | CodedRows = mapped(vectors)
+        if vectors.dtype in (torch.bfloat16, torch.int8):
+            rows = CodedRows(mapped(vectors), None if scales is None else mapped(scales))
+        return _MappedTable(mapped(keys), rows)
 
 
 class _TablesIndexEntry(StrictModel):
@@ -515,4 +534,4 @@ class _TablesIndex(StrictModel):
 
 class _MappedTable(NamedTuple):
     keys: np.ndarray
-    vectors: np.ndarray
+    vectors: np.ndarray | CodedRows

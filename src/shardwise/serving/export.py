@@ -61,7 +61,8 @@ def opened_step(step: Path) -> StepToServe:
             "EmbeddingCollection"
         )
     number, tables = tables_in(step)
-    return StepToServe(number, tables, dense_in(step, manifest), manifest.run)
+    dense = dense_in(step, manifest)
+    return StepToServe(number, tables, dense._replace(about={**dense.about, "step": number}), manifest.run)
 
 
 def dense_in(step: Path, manifest: Manifest) -> DensePart:

@@ -178,6 +178,11 @@ class Scorer:
                 f"{self.folder}: holds vectors without the dense part of a model (an export of an earlier version); "
                 "export again with shardwise convert"
             )
+        if dense.about.get("step") not in (None, vectors.step):
+            raise UsageError(
+                f"{self.folder}: its vectors are of step {vectors.step}, by increments, and its dense part is of step "
+                f"{dense.about['step']}; a Scorer reads both of one step: export the run again with shardwise convert"
+            )
         model = self._built(dense)
         dtype = dtype_of(dense)
         model = model.to(dtype)
