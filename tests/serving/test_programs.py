@@ -26,9 +26,8 @@ def dense_of(model: torch.nn.Module) -> DensePart:
 def inputs(model: ClickModel, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     draws = torch.Generator().manual_seed(samples)
     width = model.tables.tables[0].width
-    return torch.randn(samples, 3, generator=draws), torch.randn(
-        samples, len(FEATURES), width, generator=draws
-    )
+    vectors = 0.3 * torch.randn(samples, len(FEATURES), width, generator=draws)  # as large as trained ones
+    return torch.randn(samples, 3, generator=draws), vectors
 
 
 @pytest.mark.parametrize("name", NAMES)
