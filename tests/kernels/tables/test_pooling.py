@@ -167,3 +167,18 @@ def test_no_bags() -> None:
     pooled = pool(torch.zeros(2, 3), torch.empty(0, dtype=torch.int64), torch.tensor([0]))
     assert pooled.values.shape == (0, 3)
     assert merge(torch.zeros(0, 3), torch.empty(0, dtype=torch.int64), torch.tensor([0]), 2).sum() == 0
+
+
+@pytest.mark.parametrize("width", [3, 16, 24])
+@pytest.mark.parametrize("kind", ["rows", "sum", "mean", "weighted", "nothing"])
+def test_rows_in_any_order_begin_at_zero_whatever_the_memory_contains(kind: str, width: int) -> None:
+    """More rows than are set to 0 at once, of which some come late, some early and some not at all."""
+    index = torch.tensor([] if kind == "nothing" else [3, 250, 2, 3, 251, 120, 250], dtype=torch.int64)
+    offsets = None if kind in ("rows", "nothing") else torch.tensor([0, 3, 3, 7])
+    grad = torch.randn(len(index) if offsets is None else 3, width)
+    pooling = "mean" if kind == "mean" else "sum"
+    weights = torch.randn(7) if kind == "weighted" else None
+    memory = torch.full((1000, width), torch.nan)
+    ours = merge(grad, index, offsets, 1000, pooling, weights, out=memory)
+    assert ours is memory
+    assert torch.equal(ours, plain_merge(grad, index, offsets, 1000, pooling, weights))
