@@ -20,7 +20,7 @@ from shardwise.engine.state.saved_tables import kinds_read_from_base
 
 
 class TablesSave(NamedTuple):
-    """What a save holds of the tables."""
+    """Rows of the tables that a save holds: all, or those that changed since a full step."""
 
     base: BaseStep | None
     """The full step that the save continues; None if it holds all rows."""
