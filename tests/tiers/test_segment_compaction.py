@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,3 +94,18 @@ def test_a_full_disk_during_compaction_loses_nothing(
     while made.compact(10**9):
         pass
     assert torch.equal(read(made, rows[1::2]), drawn(rows)[1::2])
+
+
+def test_a_segment_stays_while_it_is_read(made: RowSegments, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.arange(1500)
+    made.write(rows, drawn(rows))
+    real = made._reader.read
+
+    def behind(*given: Any) -> None:
+        made.remove(rows)
+        made.compact(10**9)
+        real(*given)
+
+    monkeypatch.setattr(made._reader, "read", behind)
+    assert torch.equal(read(made, rows[:600]), drawn(rows)[:600])
+    assert made.figures().disk_bytes <= 2 * made.shape.segment_bytes, "files go after the read"
