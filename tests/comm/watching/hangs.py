@@ -132,7 +132,7 @@ def trial(
     while time.monotonic() < end:
         time.sleep(0.2)
     alive = inquire(folder, host, {})
-    while alive.state == "running" and time.monotonic() < end + 30 - after_s:
+    while alive.state in ("running", "slow") and time.monotonic() < end + 30 - after_s:
         alive = inquire(folder, host, {})  # on a busy machine the ranks may hang later than asked
     for pid in pool.pids:
         with contextlib.suppress(ProcessLookupError):

@@ -53,6 +53,7 @@ def test_95_of_100_drawn_hangs_are_named_alive_and_all_from_files(tmp_path: Path
         found = trial(RankPool(size), way, who, CONFIGS[layout], tmp_path / str(number), after_s)
         for verdict, missed in zip(found, (alive, dead), strict=True):
             missed += [] if is_right(verdict, way, who) else [(way, layout, who, verdict)]
+    print(f"missed alive {len(alive)}, missed from files {len(dead)}", alive, dead, sep="\n")
     assert len(alive) <= 5, alive
     assert not dead, dead
 
