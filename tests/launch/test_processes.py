@@ -61,7 +61,9 @@ def test_a_request_by_sigusr1_is_one_by_sigterm_where_nothing_handles_it(started
 
 
 def test_what_a_process_ignores(started: Started) -> None:
-    deaf, plain = started("signal.signal(signal.SIGTERM, signal.SIG_IGN)"), started()
+    # A process that runs in the background of a shell ignores SIGINT, and so do those that it starts.
+    heard = "signal.signal(signal.SIGINT, signal.SIG_DFL)"
+    deaf, plain = started(f"{heard}; signal.signal(signal.SIGTERM, signal.SIG_IGN)"), started()
     assert ignores(deaf.pid, signal.SIGTERM) and ignores(deaf.pid, signal.SIGUSR1)
     assert not ignores(deaf.pid, signal.SIGINT) and not ignores(plain.pid, signal.SIGTERM)
 
