@@ -25,7 +25,7 @@ import shardwise
 from shardwise.base import errors
 from shardwise.base.policy import Policy
 from shardwise.cli import main as command_line
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.runs.run_folder import RunFolder
 from shardwise.config import keys
 from shardwise.config.deepspeed_keys import KEYS, REQUIRED, DeepSpeedKey
 from shardwise.launch import failure

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise import DynamicPolicy, EmbeddingCollection, Ragged, TablePolicy
-from shardwise.parallel.embedding.rows import KeyedRows
+from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 
 FEATURES, WIDTH, BATCH = 4, 16, 4096
 _CHUNK = 1 << 18

@@ -40,7 +40,7 @@ def worker(example: str, rounds: int, steps: int, out: Path) -> None:
 
     from shardwise.cli.image_trainer import ImageTrainer
     from shardwise.cli.request import CommandRequest
-    from shardwise.cli.run_folder import RunFolder
+    from shardwise.cli.runs.run_folder import RunFolder
     from shardwise.comm.world import join
     from shardwise.config.auto import resolve
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from shardwise.base.errors import DivergedError
 from shardwise.cli.rank import _train
 from shardwise.cli.request import CommandRequest
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.runs.run_folder import RunFolder
 from shardwise.cli.text_trainer import TextTrainer
 from shardwise.comm.world import World
 from shardwise.config.auto import resolve

@@ -13,7 +13,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.cli.image_trainer import ImageTrainer
 from shardwise.cli.rank import train
 from shardwise.cli.request import CommandRequest
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.runs.run_folder import RunFolder
 from shardwise.comm.world import World
 from shardwise.config.auto import resolve
 from shardwise.config.run import load

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from shardwise.cli.rank import _show_schedule
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.runs.run_folder import RunFolder
 from shardwise.config.run import RunConfig
 from shardwise.parallel.pipeline.schedules import schedule
 from shardwise.plan.action import Kind

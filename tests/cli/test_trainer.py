@@ -10,7 +10,7 @@ import pytest
 from tests.ranks import RankPool
 
 from shardwise.base.errors import DataError
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.runs.run_folder import RunFolder
 from shardwise.cli.text_trainer import TextTrainer
 from shardwise.comm.world import World
 from shardwise.config.auto import resolve

@@ -22,7 +22,7 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
-from shardwise.parallel.embedding.row_gradients import RowGradients
+from shardwise.parallel.embedding.rows.row_gradients import RowGradients
 from tests.engine.conformance import Conformance, evaluation_departures
 from tests.ranks import RanksError
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.runs.run_folder import RunFolder
 
 from .configurations import RAW_YAML
 from .trial import RAW_JSON, Case, Kind, of_bytes

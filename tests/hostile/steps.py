@@ -14,7 +14,7 @@ import torch
 
 from shardwise.checkpoint import CheckpointPolicy, Checkpoints, FlatSlice, TensorPieces
 from shardwise.cli.inspect import command as inspect
-from shardwise.cli.trained import open_trained
+from shardwise.cli.runs.trained import open_trained
 from shardwise.models.gpt import Gpt, GptPolicy
 
 from .trial import HOSTILE_VALUES, RAW_JSON, Case, Kind, of_bytes, of_json

@@ -13,9 +13,9 @@ import shardwise
 from shardwise.comm.world import World, join
 from shardwise.kernels.attention import causal_attention
 from shardwise.kernels.cross_entropy import cross_entropy
-from shardwise.kernels.pairwise_dots import pairwise_dots
 from shardwise.kernels.rms_norm import rms_norm
 from shardwise.kernels.rotary import angles, rotate
+from shardwise.kernels.tables.pairwise_dots import pairwise_dots
 from shardwise.models.gpt import Gpt, GptPolicy
 from shardwise.precision import operations
 from shardwise.precision.operations import DtypeByOperation

@@ -30,7 +30,7 @@ from shardwise.cli.outlook.job_shapes import on_meta, shapes_of
 from shardwise.cli.outlook.planned import report_of
 from shardwise.cli.outlook.planned_job import PlannedJob, PlanRequest, PlanSetting
 from shardwise.cli.request import CommandRequest
-from shardwise.cli.run_folder import RunFolder, differences, without_start
+from shardwise.cli.runs.run_folder import RunFolder, differences, without_start
 from shardwise.cli.text_trainer import context_of, with_mask
 from shardwise.cli.trainer import ConversionProgress, nothing_left, on_command_line
 from shardwise.config.auto import ResolvedConfig, resolve

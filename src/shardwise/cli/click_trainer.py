@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import UsageError
 from shardwise.cli.profile import NO_PROFILE, ProfileRequest
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.runs.run_folder import RunFolder
 from shardwise.cli.trainer import ConversionProgress, OpenedData, Throughput, Trainer
 from shardwise.comm.world import World
 from shardwise.config.auto import ResolvedConfig
@@ -33,7 +33,7 @@ from shardwise.observe.memory import taken
 from shardwise.observe.metrics import ClickRecord
 from shardwise.optim.schedule_policy import ends_at, lacks_end
 from shardwise.parallel.embedding.planner import PlacementChoice
-from shardwise.parallel.embedding.rows import RowTally
+from shardwise.parallel.embedding.rows.keyed_rows import RowTally
 
 _log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ import typer
 from shardwise.base.errors import CheckpointError, ConfigError, DamagedError, UsageError
 from shardwise.base.regular_files import expanded
 from shardwise.base.words import bytes_text, counted, printable
-from shardwise.cli.chosen_step import NEWEST, StepOption, check_word, step_at
+from shardwise.cli.runs.chosen_step import NEWEST, StepOption, check_word, step_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -227,7 +227,7 @@ def _translate(source: Path, out: Path) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    from shardwise.cli.run_folder import RunFolder
+    from shardwise.cli.runs.run_folder import RunFolder
 
     here = RunFolder(path)
     return (
@@ -323,7 +323,7 @@ def _of_step(source: Path, out: Path, which: str, export: "Callable[[StepSummary
 
 def _export_step(step: "StepSummary", source: Path, out: Path, vectors: str) -> None:
     from shardwise.checkpoint import verify
-    from shardwise.cli.trained import gpt_of, tokenizer_of
+    from shardwise.cli.runs.trained import gpt_of, tokenizer_of
     from shardwise.data import DataPolicy
     from shardwise.models import open_weights, write_huggingface
 
@@ -360,7 +360,7 @@ def _import(source: Path, out: Path) -> None:
 
 def _upcycle(source: Path, out: Path, experts: str, which: str) -> None:
     from shardwise.checkpoint import verify
-    from shardwise.cli.trained import gpt_of, tokenizer_of
+    from shardwise.cli.runs.trained import gpt_of, tokenizer_of
     from shardwise.config.run import RunConfig
     from shardwise.models import GptPolicy, open_weights
     from shardwise.models.upcycle import upcycled, upcycled_policy

@@ -128,7 +128,7 @@ def _diagnosed(folder: "Path") -> "tuple[RunOutcome, StepDiagnosis]":
     """
     from shardwise.base.errors import UsageError
     from shardwise.cli.outlook.outcome import read_outcome
-    from shardwise.cli.run_folder import RunFolder
+    from shardwise.cli.runs.run_folder import RunFolder
     from shardwise.observe.diagnosis import diagnose
 
     if not folder.is_dir():

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.chosen_step import NEWEST, StepOption
+from shardwise.cli.runs.chosen_step import NEWEST, StepOption
 
 
 def command(
@@ -40,7 +40,7 @@ def command(
     import torch
 
     from shardwise.base.words import printable
-    from shardwise.cli.trained import open_trained
+    from shardwise.cli.runs.trained import open_trained
     from shardwise.models.generate import generate
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -18,7 +18,7 @@ from shardwise.base.errors import UsageError
 from shardwise.base.target import load_target
 from shardwise.cli.click_trainer import logits_in
 from shardwise.cli.profile import NO_PROFILE, ProfileRequest
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.runs.run_folder import RunFolder
 from shardwise.cli.trainer import OpenedData, Throughput, Trainer
 from shardwise.comm.world import World
 from shardwise.config.auto import ResolvedConfig

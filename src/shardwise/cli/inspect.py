@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.base.words import bytes_text, printable
-from shardwise.cli.chosen_step import StepOption, step_at
+from shardwise.cli.runs.chosen_step import StepOption, step_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ def command(
     from rich.console import Console
 
     from shardwise.checkpoint import StepSummary, describe
-    from shardwise.cli.run_folder import RunFolder
+    from shardwise.cli.runs.run_folder import RunFolder
 
     if step:
         directory = step_at(directory, step).path

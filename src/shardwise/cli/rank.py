@@ -14,7 +14,7 @@ from shardwise.cli.evaluations import notes_on
 from shardwise.cli.image_trainer import ImageTrainer
 from shardwise.cli.profile import ProfileRequest, check_snapshot
 from shardwise.cli.request import CommandRequest
-from shardwise.cli.run_folder import RunFolder, without_start
+from shardwise.cli.runs.run_folder import RunFolder, without_start
 from shardwise.cli.stop import StopFlag
 from shardwise.cli.text_trainer import TextTrainer
 from shardwise.cli.trainer import Trainer

@@ -5,8 +5,8 @@ import shlex
 from dataclasses import asdict, dataclass
 
 from shardwise.base.errors import ConfigError
-from shardwise.cli.chosen_step import NEWEST
 from shardwise.cli.examples import named
+from shardwise.cli.runs.chosen_step import NEWEST
 from shardwise.config.run import RunConfig, load
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError
 from shardwise.base.words import printable
 from shardwise.cli.profile import NO_PROFILE, ProfileRequest
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.runs.run_folder import RunFolder
 from shardwise.cli.trainer import ConversionProgress, OpenedData, Trainer
 from shardwise.comm.world import World
 from shardwise.config.auto import ResolvedConfig

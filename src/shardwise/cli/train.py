@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.chosen_step import NEWEST, StepOption
 from shardwise.cli.launch import (
     Exclude,
     Exports,
@@ -21,6 +20,7 @@ from shardwise.cli.launch import (
     Renders,
     SshPort,
 )
+from shardwise.cli.runs.chosen_step import NEWEST, StepOption
 
 if TYPE_CHECKING:
     from shardwise.cli.request import CommandRequest
@@ -117,21 +117,8 @@ def command(
     request = CommandRequest(
         config, tuple(overrides or ()), resume, profile, world, memory_snapshot, step, words
     )
-    if (as_json or memory) and not check:
-        from shardwise.base.errors import UsageError
-
-        raise UsageError(
-            "train: --json goes with --check; the numbers of a run are in its metrics.csv"
-            if as_json
-            else "train: --memory goes with --check, which starts nothing"
-        )
+    _refuse_without_sense(check, as_json, memory, memory_snapshot)
     if check:
-        if memory_snapshot is not None:
-            from shardwise.base.errors import UsageError
-
-            raise UsageError(
-                "train: --memory-snapshot records steps, and --check starts nothing; leave one out"
-            )
         from shardwise.cli import check as checks
 
         found = checks.check(request, None if memory is None else checks.memory_of(memory))
@@ -140,6 +127,22 @@ def command(
     if ranks is None and not choice.names_hosts():
         raise typer.Exit(train(request))
     raise typer.Exit(_launch(request, choice))
+
+
+def _refuse_without_sense(
+    check: bool, as_json: bool, memory: list[str] | None, memory_snapshot: str | None
+) -> None:
+    """Raise UsageError if options of ``--check`` and options of a run are given together."""
+    from shardwise.base.errors import UsageError
+
+    if (as_json or memory) and not check:
+        raise UsageError(
+            "train: --json goes with --check; the numbers of a run are in its metrics.csv"
+            if as_json
+            else "train: --memory goes with --check, which starts nothing"
+        )
+    if check and memory_snapshot is not None:
+        raise UsageError("train: --memory-snapshot records steps, and --check starts nothing; leave one out")
 
 
 def _launch(request: "CommandRequest", choice: "HostChoice") -> int:
@@ -151,7 +154,7 @@ def _launch(request: "CommandRequest", choice: "HostChoice") -> int:
     from dataclasses import replace
     from pathlib import Path
 
-    from shardwise.cli.run_folder import RunFolder
+    from shardwise.cli.runs.run_folder import RunFolder
     from shardwise.config.auto import resolve
     from shardwise.launch.local import RankProgram
     from shardwise.launch.starting import RankOptions, place_of, start

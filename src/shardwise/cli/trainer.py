@@ -29,8 +29,8 @@ from shardwise.cli.evaluations import RunEvaluations
 from shardwise.cli.outlook.forecast import RunOutlook
 from shardwise.cli.outlook.model_copy import ModelCopy
 from shardwise.cli.profile import NO_PROFILE, ProfileRequest, step_windows
-from shardwise.cli.run_folder import RunFolder
-from shardwise.cli.run_saves import RunSaves
+from shardwise.cli.runs.run_folder import RunFolder
+from shardwise.cli.runs.run_saves import RunSaves
 from shardwise.comm.collectives import Group
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -206,7 +206,6 @@ class Trainer(ABC):
         self.outlook = RunOutlook(self.engine, folder, self.config, copied)
         """What was foreseen of this run, beside what it takes."""
         self.evaluations = RunEvaluations(self.config.train.early_stop, HIGHER_IS_BETTER[self.metric])
-        self._best_by = BestMetric.of(self.config.checkpoint, self.metric)
         higher = self._best_by.higher_is_better
         self.saves = RunSaves(self.engine, folder.checkpoints, self._content, higher)
 
@@ -468,6 +467,11 @@ class Trainer(ABC):
     def train_step(self, batches: list[Any], weights: Sequence[float] | None) -> StepResult:
         """Run one step of the engine and return its result."""
         return self.engine.train_step(batches, weights)
+
+    @property
+    def _best_by(self) -> BestMetric:
+        """Metric by which the best steps are kept."""
+        return BestMetric.of(self.config.checkpoint, self.metric)
 
     @property
     def _score(self) -> float | None:

@@ -157,35 +157,38 @@ def write_increment(
     remove_unfinished(place.parent)
     temporary = place.parent / f"{_TEMPORARY}{secrets.token_hex(6)}"
     temporary.mkdir()
-    entries: dict[str, Any] = {}
-    for table in tables:
-        file = f"{table.name}.safetensors"
-        shapes = {
-            "keys": (table.changed,),
-            "vectors": (table.changed, table.width),
-            "gone": (len(table.gone),),
-        }
-        dtypes = {"keys": torch.int64, "vectors": dtype, "gone": torch.int64}
-        with SafetensorsWriter(temporary / file, shapes, dtypes) as writer:
-            writer.write("gone", table.gone)
-            for first, keys, vectors in table.parts():
-                writer.write_part("keys", first, keys)
-                writer.write_part("vectors", first * table.width, vectors)
-        entries[table.name] = {
-            "file": file,
-            "changed": table.changed,
-            "gone": len(table.gone),
-            "total": table.total,
-            "width": table.width,
-            "dynamic": table.is_dynamic,
-            "sha256": _sum_of(temporary / file),
-        }
+    entries = {table.name: _write_table(temporary, table, dtype) for table in tables}
     content = {"format": _FORMAT, "from": start.model_dump(), "to": end.model_dump(), "tables": entries}
     write_small_file(temporary / INDEX, _sealed(content))
     sync_folder(temporary)
     temporary.rename(place)
     sync_folder(place.parent)
     return place
+
+
+def _write_table(folder: Path, table: ChangedTable, dtype: torch.dtype) -> dict[str, Any]:
+    """Write the changes of one table, and return its entry of the index."""
+    file = f"{table.name}.safetensors"
+    shapes = {
+        "keys": (table.changed,),
+        "vectors": (table.changed, table.width),
+        "gone": (len(table.gone),),
+    }
+    dtypes = {"keys": torch.int64, "vectors": dtype, "gone": torch.int64}
+    with SafetensorsWriter(folder / file, shapes, dtypes) as writer:
+        writer.write("gone", table.gone)
+        for first, keys, vectors in table.parts():
+            writer.write_part("keys", first, keys)
+            writer.write_part("vectors", first * table.width, vectors)
+    return {
+        "file": file,
+        "changed": table.changed,
+        "gone": len(table.gone),
+        "total": table.total,
+        "width": table.width,
+        "dynamic": table.is_dynamic,
+        "sha256": _sum_of(folder / file),
+    }
 
 
 def remove_unfinished(folder: Path) -> None:

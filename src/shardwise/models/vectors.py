@@ -54,7 +54,7 @@ from shardwise.models.increments import (
     read_increment,
 )
 from shardwise.models.vector_codes import FORMS, CodedRows, coded
-from shardwise.parallel.embedding.rows import KeyedRows
+from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 
 _INDEX = "tables.json"
 INCREMENTS = "increments"

@@ -21,9 +21,9 @@ from typing import NamedTuple
 from shardwise.base.hardware import Hardware, Product
 from shardwise.parallel.embedding.calls import GroupLoad
 from shardwise.parallel.embedding.cost import bytes_held, rows_touched
-from shardwise.parallel.embedding.dynamic import capacity_of
 from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.policy import TablePolicy
+from shardwise.parallel.embedding.rows.dynamic import capacity_of
 from shardwise.parallel.embedding.rules import dtypes_of, optimizer_of
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan, RankClass

@@ -16,7 +16,7 @@ from shardwise.cli.outlook.model_copy import ModelCopy
 from shardwise.cli.outlook.outcome import read_outcome
 from shardwise.cli.rank import train
 from shardwise.cli.request import CommandRequest
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.runs.run_folder import RunFolder
 from shardwise.config.run import RunConfig
 
 CPU = torch.device("cpu")

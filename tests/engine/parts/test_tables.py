@@ -27,13 +27,13 @@ from shardwise.engine.parts import tables as engine_tables
 from shardwise.engine.parts.tables import ModelTables
 from shardwise.parallel.embedding import evict, store, ways
 from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.parallel.embedding.dynamic import DynamicIndex
 from shardwise.parallel.embedding.policy import (
     DynamicPolicy,
     EvictionPolicy,
     RowOptimizerPolicy,
     TablePolicy,
 )
+from shardwise.parallel.embedding.rows.dynamic import DynamicIndex
 from tests.engine import tables_net
 from tests.engine.conformance import Conformance
 

@@ -16,7 +16,7 @@ from shardwise.comm.world import World, join
 from shardwise.engine.state.saved_tables import tables_in
 from shardwise.models.increments import read_increment
 from shardwise.models.vectors import Vectors, write_vectors
-from shardwise.parallel.embedding.row_marks import RowMarks
+from shardwise.parallel.embedding.rows.row_marks import RowMarks
 from tests.engine.state.test_vector_export import OTHERS, SPREAD, content
 from tests.engine.state.test_vector_export import build as any_net
 from tests.engine.tables_net import row_of, train

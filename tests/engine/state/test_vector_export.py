@@ -17,10 +17,10 @@ from shardwise.engine.state import vector_export
 from shardwise.engine.state.saved_tables import tables_in
 from shardwise.models.increments import read_increment
 from shardwise.models.vectors import INCREMENTS, write_vectors
-from shardwise.parallel.embedding.dynamic import DynamicIndex
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy
-from shardwise.parallel.embedding.row_marks import RowMarks
-from shardwise.parallel.embedding.rows import KeyedRows
+from shardwise.parallel.embedding.rows.dynamic import DynamicIndex
+from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
+from shardwise.parallel.embedding.rows.row_marks import RowMarks
 from tests.engine.tables_net import Net, batch, train
 
 STEPS = (4, 8, 24)

@@ -15,13 +15,13 @@ from shardwise.base.errors import CheckpointError, MismatchError, TableFullError
 from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World, join
 from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.parallel.embedding.dynamic import DynamicIndex
 from shardwise.parallel.embedding.policy import (
     DynamicPolicy,
     EvictionPolicy,
     RowOptimizerPolicy,
     TablePolicy,
 )
+from shardwise.parallel.embedding.rows.dynamic import DynamicIndex
 from tests.engine.nets import Language, seeded
 from tests.engine.tables_net import batch, build, row_of, train
 

@@ -21,7 +21,7 @@ from shardwise.base.words import bytes_text, in_words
 from shardwise.cli.outlook import history
 from shardwise.cli.outlook.model_copy import ModelCopy
 from shardwise.cli.outlook.outcome import outcome_of, write_outcome
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.runs.run_folder import RunFolder
 from shardwise.config.run import RunConfig
 from shardwise.data.draws import GeneratorContext
 from shardwise.engine.engine import Engine

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.cli.run_folder import differences
+from shardwise.cli.runs.run_folder import differences
 from shardwise.engine.fit.report import JobReport
 
 

@@ -20,7 +20,7 @@ from shardwise.base.words import counted
 from shardwise.cli.outlook.job_shapes import JobShapes, shapes_of
 from shardwise.cli.outlook.outcome import RunOutcome, read_outcome
 from shardwise.cli.request import CommandRequest
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.runs.run_folder import RunFolder
 from shardwise.config.auto import ResolvedConfig, resolve
 from shardwise.config.run import RunConfig
 from shardwise.engine.fit.fits import Memory, budget

@@ -5,8 +5,9 @@
     buffers  the model's own buffers, such as the statistics of batch norms; in every phase
     save     the copy that is written behind training: every range that the rank writes and every buffer, each on 64
              bytes, in host memory; none if state lies on a disk                           (checkpoint/checkpoints.py)
-    tables   start rows that are drawn in front of all other state (parallel/embedding/store.py); in a save, copies of
-             rows; in a load, rows that were read with the lines made of them       (engine/state/saved_tables.py)
+    tables   start rows that are drawn in front of all other state           (parallel/embedding/rows/store.py); in a
+             save, copies of rows; in a load, rows that were read with the lines made of them
+                                                                                    (engine/state/saved_tables.py)
     load     new moments beside the old ones on the device, and one block of a file in host memory (checkpoint/load.py)
     rings    memory that CPU ranks of one host share, for each group and each pair of a pipeline (comm/shared_memory.py)
 
@@ -32,7 +33,7 @@ _DRAW_ELEMENTS = 1 << 18
 """Elements that are drawn in fp64 at a time (models/initial.py)."""
 _DRAW_BYTES = 8
 _START_ROWS = 1 << 16
-"""Rows of a table that are drawn at a time (parallel/embedding/store.py)."""
+"""Rows of a table that are drawn at a time (parallel/embedding/rows/store.py)."""
 _CHUNK_BYTES = 256 << 20
 """Bytes of rows of tables that are read or written at a time (engine/state/saved_tables.py)."""
 _KEY_BYTES = 8

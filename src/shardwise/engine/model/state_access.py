@@ -37,7 +37,7 @@ from shardwise.observe import action_ranges
 from shardwise.observe.module_profile import ModuleTree
 from shardwise.observe.stragglers import SlowestRank
 from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.parallel.embedding.rows import RowTally
+from shardwise.parallel.embedding.rows.keyed_rows import RowTally
 from shardwise.parallel.expert.loads import ExpertTally
 from shardwise.plan.norm_numbers import PhaseSeconds
 from shardwise.plan.plan import Plan

@@ -38,7 +38,7 @@ from shardwise.memory.streams import to_device
 from shardwise.parallel.embedding.collection import EmbeddingCollection, collections_of
 from shardwise.parallel.embedding.policy import TablePolicy, TablesPolicy
 from shardwise.parallel.embedding.registered import infos
-from shardwise.parallel.embedding.rows import RowTally
+from shardwise.parallel.embedding.rows.keyed_rows import RowTally
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.validate import validate_plan

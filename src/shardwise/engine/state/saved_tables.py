@@ -50,7 +50,7 @@ from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.layout import BUCKETS, writer_of
 from shardwise.parallel.embedding.policy import TablePolicy
 from shardwise.parallel.embedding.registered import state_names
-from shardwise.parallel.embedding.rows import KeyedRows
+from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 from shardwise.parallel.embedding.rules import dtypes_of
 from shardwise.parallel.embedding.saved import Range, SavedRowRange, chunks, ranges_to_read, static_counts
 

@@ -19,8 +19,8 @@ from shardwise.base.strict_json import Count, StrictModel, read_object, validate
 from shardwise.checkpoint import FlatSlice, Manifest, TensorPieces
 from shardwise.checkpoint.load import StepReader
 from shardwise.checkpoint.manifest import TRAINER
-from shardwise.parallel.embedding.dynamic import count_of, step_of
 from shardwise.parallel.embedding.layout import BUCKETS, dynamic_bucket
+from shardwise.parallel.embedding.rows.dynamic import count_of, step_of
 from shardwise.parallel.embedding.saved import chunks, static_counts
 
 KIND = "table"

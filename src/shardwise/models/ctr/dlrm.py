@@ -5,13 +5,13 @@
     logit = top([u, dots])
 
 Paper:  Naumov et al. 2019, arXiv:1906.00091.
-Cost:   that of the interaction: kernels/pairwise_dots.py.
+Cost:   that of the interaction: kernels/tables/pairwise_dots.py.
 Shapes: B samples, F features, N dense features, D width.
 """
 
 from torch import Tensor
 
-from shardwise.kernels.pairwise_dots import dots_beside, pairwise_dots
+from shardwise.kernels.tables.pairwise_dots import dots_beside, pairwise_dots
 from shardwise.models.ctr.model import ClickModel, mlp
 from shardwise.models.ctr.policy import DlrmPolicy
 

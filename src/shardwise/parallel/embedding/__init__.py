@@ -3,13 +3,11 @@
 policy   what the user may set            layout      homes of keys, rows and columns; pure
 cost     bytes and memory; pure           planner     chooses a placement for each table and gives the reason; pure
 group    tables that move together; pure  fuse        joins the features of a group in one batch
-store    the rows of one rank             dynamic     the index of a table that grows and shrinks
-rules    the kernels' optimizers          rows        rows outside their store
-evict    which rows are evicted           row_gradients  gradients of rows, kept until the step
+rows     a folder: the rows of one rank   rules       the kernels' optimizers
 ways     how keys, vectors and gradients travel between ranks
 batch    one batch in flight              ahead       batches prepared before the model asks for their vectors
-placed   the operations of a step         saved_rows  reads rows out of the tables and loads rows into them
-saved    the form of a table in a checkpoint          collection  the module
+placed   the operations of a step         saved       the form of a table in a checkpoint
+collection  the module
 
 The weights of ``collections_of(model)`` are no parameters, so ZeRO does not see them. An engine does this with each
 collection:

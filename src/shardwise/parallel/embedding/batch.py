@@ -18,7 +18,7 @@ from shardwise.base.errors import UsageError
 from shardwise.base.ragged import Ragged
 from shardwise.memory.streams import begin_down_freely, wait_for_copies_down
 from shardwise.parallel.embedding.group import TableGroup
-from shardwise.parallel.embedding.store import RowStore
+from shardwise.parallel.embedding.rows.store import RowStore
 from shardwise.parallel.embedding.transfer import on_host
 from shardwise.parallel.embedding.ways import KeyRequest, TableExchange
 from shardwise.plan.trace import TraceRow

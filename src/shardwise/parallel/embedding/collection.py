@@ -41,10 +41,10 @@ from shardwise.parallel.embedding.batch import PreparedKeys, SequenceVectors, by
 from shardwise.parallel.embedding.placed import PlacedTables, check_table, grouped, make_parts
 from shardwise.parallel.embedding.planner import PlacementChoice, plan_tables
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
-from shardwise.parallel.embedding.rows import KeyedRows, RowTally
+from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows, RowTally
+from shardwise.parallel.embedding.rows.saved_rows import SavedRows
 from shardwise.parallel.embedding.rules import check_dtypes
 from shardwise.parallel.embedding.saved import of_first_rank
-from shardwise.parallel.embedding.saved_rows import SavedRows
 
 _log = logging.getLogger(__name__)
 
@@ -140,11 +140,7 @@ class EmbeddingCollection(nn.Module):
             UsageError: if the tables are placed already.
             PlanError: if a table fits nowhere, or if the dtypes of a table do not go together.
         """
-        if self._placed is not None:
-            raise UsageError(
-                f"embedding: the tables lie on {counted(self._placed.group.size, 'rank')} already; tables are placed "
-                "once, before their first use. An engine places them in initialize"
-            )
+        self._check_unplaced()
         group = Group.alone("tables") if group is None else group
         device = torch.device("cpu") if device is None else device
         if device.type != "cpu" and host_memory_bytes is None:
@@ -166,6 +162,14 @@ class EmbeddingCollection(nn.Module):
             parts, group, keys_group or group, device, dtype, compute_dtype or dtype, is_led
         )
         self._load_given(is_led)
+
+    def _check_unplaced(self) -> None:
+        """Raise UsageError if the tables are placed."""
+        if self._placed is not None:
+            raise UsageError(
+                f"embedding: the tables lie on {counted(self._placed.group.size, 'rank')} already; tables are placed "
+                "once, before their first use. An engine places them in initialize"
+            )
 
     def choose(
         self,

@@ -37,14 +37,14 @@ from shardwise.parallel.embedding.batch import (
     features_on_host,
     keep_arrived,
 )
-from shardwise.parallel.embedding.dynamic import DynamicIndex, is_unlimited
 from shardwise.parallel.embedding.fuse import batch_size, fuse
 from shardwise.parallel.embedding.group import TableGroup, group_tables
 from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.planner import PlacementChoice
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
-from shardwise.parallel.embedding.rows import RowTally
-from shardwise.parallel.embedding.store import RowStore
+from shardwise.parallel.embedding.rows.dynamic import DynamicIndex, is_unlimited
+from shardwise.parallel.embedding.rows.keyed_rows import RowTally
+from shardwise.parallel.embedding.rows.store import RowStore
 from shardwise.parallel.embedding.transfer import SlabRows, together
 from shardwise.parallel.embedding.ways import KeyRequest, PreparationLane, way_of
 

@@ -31,10 +31,10 @@ from shardwise.parallel.embedding.cost import (
     collectives,
     rows_touched,
 )
-from shardwise.parallel.embedding.dynamic import capacity_of
 from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.policy import PLACEMENTS, PlacementName, RowOptimizerPolicy, TablePolicy
-from shardwise.parallel.embedding.row_marks import MARK_BYTES
+from shardwise.parallel.embedding.rows.dynamic import capacity_of
+from shardwise.parallel.embedding.rows.row_marks import MARK_BYTES
 from shardwise.parallel.embedding.rules import row_bytes
 
 _OWNERS_DIFFER = 1.05

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import torch
 
 from shardwise.parallel.embedding.cost import bytes_in_tiers
-from shardwise.parallel.embedding.dynamic import capacity_of
 from shardwise.parallel.embedding.layout import BUCKETS, TablePlacement
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
+from shardwise.parallel.embedding.rows.dynamic import capacity_of
 from shardwise.parallel.embedding.rules import ONE_A_ROW, dtypes_of, optimizer_of, row_bytes, state_columns
 from shardwise.plan.placement import ByHash, OnRank, Placement, Replicate, Shard
 from shardwise.plan.registry import TensorInfo, TierSizes

@@ -25,7 +25,7 @@ from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import Counts, gather, send, share
 from shardwise.parallel.embedding.layout import BUCKETS, TablePlacement, buckets_of, columns_of, writer_of
-from shardwise.parallel.embedding.rows import KeyedRows
+from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 from shardwise.parallel.embedding.rules import ONE_A_ROW
 
 Range = tuple[int, int]

@@ -39,7 +39,7 @@ from shardwise.kernels.tables.wire import RowWire, WireName
 from shardwise.parallel.embedding.fuse import FusedKeys, by_sample
 from shardwise.parallel.embedding.group import FeatureRun, TableGroup
 from shardwise.parallel.embedding.layout import dynamic_bucket, static_owner
-from shardwise.parallel.embedding.store import RowStore, TableRange
+from shardwise.parallel.embedding.rows.store import RowStore, TableRange
 from shardwise.parallel.embedding.transfer import SlabRows
 
 
@@ -55,10 +55,8 @@ class KeyRequest:
     """Index into ``keys`` of each key of the batch."""
     leaving: Tensor
     """Counts that leave for each rank, by kind: int64 [N, K]."""
-    lengths: Tensor | None = None
-    """Number of keys in each bag that leaves, for ``PooledSumsExchange``."""
-    weights: Tensor | None = None
-    """Weight of each key that leaves, for ``PooledSumsExchange``."""
+    leaving_bags: "LeavingBags | None" = None
+    """Bags whose keys leave this rank, for ``PooledSumsExchange``."""
     counts: Counts = field(default_factory=list)
     """Number of keys from each rank to each rank; one column for ``GatheredKeysExchange``."""
     number: int = 0
@@ -104,6 +102,15 @@ class KeyRequest:
         if self.bags is not None:
             counts, _, has_weights, _ = self.bags
             self.bags = RemoteBags(counts, next(there), next_of(has_weights), next(there))
+
+
+class LeavingBags(NamedTuple):
+    """Bags whose keys leave this rank, which ``PooledSumsExchange`` pools on other ranks."""
+
+    lengths: Tensor
+    """Number of keys in each bag."""
+    weights: Tensor | None
+    """Weight of each key; None if all are 1."""
 
 
 class RemoteBags(NamedTuple):
@@ -457,19 +464,22 @@ class PooledSumsExchange(TableExchange):
             lengths = torch.bincount(owners * bags + bag, minlength=ranks * bags)
             leaving[:, 0], leaving[:, 1] = numbers.cpu(), bags
             weights = None if fused.weights is None else fused.weights[order]
-            return KeyRequest(fused, fused.keys[order], order, leaving, lengths, weights)
+            return KeyRequest(fused, fused.keys[order], order, leaving, LeavingBags(lengths, weights))
         start = 0
         for rank, end in enumerate(self.tables.owner_ends()):
             leaving[rank, 0] = fused.starts[end] - fused.starts[start]
             leaving[rank, 1] = (end - start) * fused.samples
             start = end
-        return KeyRequest(fused, fused.keys, fused.keys, leaving, lengths, fused.weights)
+        return KeyRequest(fused, fused.keys, fused.keys, leaving, LeavingBags(lengths, fused.weights))
 
     def leave(self, asked: KeyRequest, everyone: Tensor) -> list[RowParcel]:
         """Return keys and lengths of bags for their owners."""
-        assert asked.lengths is not None, "bags travel with their keys"
+        assert asked.leaving_bags is not None, "bags travel with their keys"
         asked.counts = everyone[:, :, 0].tolist()
-        return [RowParcel(asked.keys, asked.counts), RowParcel(asked.lengths, everyone[:, :, 1].tolist())]
+        return [
+            RowParcel(asked.keys, asked.counts),
+            RowParcel(asked.leaving_bags.lengths, everyone[:, :, 1].tolist()),
+        ]
 
     def arrive(
         self, asked: KeyRequest, came: Sequence[Tensor], everyone: Tensor, lane: PreparationLane
@@ -478,7 +488,7 @@ class PooledSumsExchange(TableExchange):
         keys, lengths = came
         weights = None
         if bool(everyone[:, :, 2].any()):
-            own = asked.weights
+            own = None if asked.leaving_bags is None else asked.leaving_bags.weights
             if own is None:
                 own = torch.ones(asked.keys.numel(), dtype=self.dtype, device=asked.keys.device)
             weights = send(own, asked.counts, lane.group, f"weights of {self._name}", "keys")

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError, UsageError
 from shardwise.checkpoint.files import FileSystem
-from shardwise.cli.run_folder import RunFolder, differences
+from shardwise.cli.runs.run_folder import RunFolder, differences
 
 
 def with_step(root: Path) -> RunFolder:
@@ -125,7 +125,7 @@ def test_a_configuration_of_aliases_of_aliases(tmp_path: Path) -> None:
 _HOLDS = """
 import sys, time
 from pathlib import Path
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.runs.run_folder import RunFolder
 with RunFolder(Path(sys.argv[1])).claimed():
     print("held", flush=True)
     time.sleep(600)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import gather, share
-from shardwise.parallel.embedding.dynamic import DynamicIndex
+from shardwise.parallel.embedding.rows.dynamic import DynamicIndex
 
 _TIMES, _FEWEST_AT_ONCE = 4, 1024
 """Rows that a step evicts at most: 4 times its surplus, and 1,024 beyond the surplus if that is more."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from shardwise.checkpoint import StepSummary
 
 NEWEST, BEST = "newest", "best"
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of steps in a run folder."""
 
 StepOption = Annotated[
     str,
@@ -46,10 +48,9 @@ def step_at(path: Path, which: str = NEWEST) -> "StepSummary":
         CheckpointError: if there is no such step, or it does not open.
     """
     from shardwise.checkpoint import StepSummary, describe
-    from shardwise.cli.run_folder import RunFolder
 
     check_word(which)
-    inside = RunFolder(path).checkpoints
+    inside = path / CHECKPOINTS
     found = describe(inside if inside.is_dir() else path, check=False)
     if isinstance(found, StepSummary):
         if which == BEST or which.isdigit() and int(which) != found.step:

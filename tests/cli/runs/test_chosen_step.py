@@ -13,12 +13,12 @@ from torch import Tensor
 
 from shardwise.base.errors import CheckpointError, ConfigError, UsageError
 from shardwise.cli.best_metric import BestMetric
-from shardwise.cli.chosen_step import step_at
+from shardwise.cli.runs.chosen_step import step_at
 from shardwise.cli.click_trainer import ClickTrainer
 from shardwise.cli.image_trainer import ImageTrainer
 from shardwise.cli.rank import train
 from shardwise.cli.request import CommandRequest
-from shardwise.cli.run_folder import RunFolder
+from shardwise.cli.runs.run_folder import RunFolder
 from shardwise.cli.text_trainer import TextTrainer
 from shardwise.cli.trainer import Trainer
 from shardwise.config.rules import check

@@ -9,7 +9,6 @@ from shardwise.base.errors import PlanError, TableFullError
 from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.parallel.embedding.dynamic import _COUNT_BITS, DynamicIndex
 from shardwise.parallel.embedding.policy import (
     AdmissionPolicy,
     DynamicPolicy,
@@ -17,6 +16,7 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
+from shardwise.parallel.embedding.rows.dynamic import _COUNT_BITS, DynamicIndex
 from tests.parallel.embedding.grown import collection_of, keys_of, train_on
 from tests.parallel.embedding.threads import on_ranks
 

@@ -46,7 +46,7 @@ from shardwise.base.regular_files import read_small_file, read_small_text, write
 from shardwise.base.words import in_words, printable
 from shardwise.checkpoint.files import FileSystem, lies_at
 from shardwise.checkpoint.steps import CheckpointFolder, steps_at
-from shardwise.cli.chosen_step import BEST, NEWEST, check_word, step_at
+from shardwise.cli.runs.chosen_step import BEST, CHECKPOINTS, NEWEST, check_word, step_at
 from shardwise.config.run import RunConfig, read_file
 from shardwise.observe.log import log_path
 
@@ -73,7 +73,7 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         """Folder of the saved steps."""
-        return self.root / "checkpoints"
+        return self.root / CHECKPOINTS
 
     @property
     def vectors(self) -> Path:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.layout import TablePlacement, dynamic_bucket, static_bucket, writer_of
 from shardwise.parallel.embedding.placed import PlacedTables
-from shardwise.parallel.embedding.rows import KeyedRows
+from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 from shardwise.parallel.embedding.saved import SavedRowRange, stretch_to_write
 
 

@@ -10,7 +10,7 @@ from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.layout import BUCKETS
 from shardwise.parallel.embedding.policy import DynamicPolicy, TablePolicy
-from shardwise.parallel.embedding.rows import KeyedRows
+from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 from tests.parallel.embedding.test_exact import (
     OPTIMIZERS,
     SAMPLES,

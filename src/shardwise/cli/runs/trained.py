@@ -7,7 +7,7 @@ import torch
 
 from shardwise.base.errors import MismatchError, UsageError
 from shardwise.checkpoint import Checkpoints, FlatSlice, Manifest, StepSummary, TensorPieces
-from shardwise.cli.chosen_step import NEWEST, step_at
+from shardwise.cli.runs.chosen_step import NEWEST, step_at
 from shardwise.config.run import RunConfig
 from shardwise.data import DataPolicy, Tokenizer, load_tokenizer
 from shardwise.engine.state.saved_state import SavedState

@@ -29,8 +29,6 @@ from shardwise.kernels.tables.row_rules import RowwiseAdagrad
 from shardwise.kernels.tables.start_rows import start_rows
 from shardwise.kernels.tables.unique import unique
 from shardwise.optim.clip import square_sum
-from shardwise.parallel.embedding.dynamic import DynamicIndex, capacity_of, limit_of
-from shardwise.parallel.embedding.evict import evict
 from shardwise.parallel.embedding.group import TableGroup
 from shardwise.parallel.embedding.layout import (
     dynamic_bucket,
@@ -39,10 +37,12 @@ from shardwise.parallel.embedding.layout import (
     static_row,
     writer_of,
 )
-from shardwise.parallel.embedding.row_gradients import RowGradients
-from shardwise.parallel.embedding.row_lines import Rounding, RowLines
-from shardwise.parallel.embedding.row_marks import MARK_BYTES, RowMarks
-from shardwise.parallel.embedding.rows import KeyedRows, RowTally
+from shardwise.parallel.embedding.rows.dynamic import DynamicIndex, capacity_of, limit_of
+from shardwise.parallel.embedding.rows.evict import evict
+from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows, RowTally
+from shardwise.parallel.embedding.rows.row_gradients import RowGradients
+from shardwise.parallel.embedding.rows.row_lines import Rounding, RowLines
+from shardwise.parallel.embedding.rows.row_marks import MARK_BYTES, RowMarks
 from shardwise.parallel.embedding.rules import (
     ONE_A_ROW,
     dtypes_of,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import CheckpointError
-from shardwise.cli.run_saves import RunSaves
+from shardwise.cli.runs.run_saves import RunSaves
 
 
 class Disk:

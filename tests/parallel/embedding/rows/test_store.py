@@ -21,7 +21,7 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
-from shardwise.parallel.embedding.rows import KeyedRows
+from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 from shardwise.tiers.row_tiers import RowTiersPolicy
 from tests.parallel.embedding.test_exact import OPTIMIZERS, PLACEMENTS, tables, train
 from tests.parallel.embedding.threads import on_ranks

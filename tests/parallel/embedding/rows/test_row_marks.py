@@ -3,7 +3,7 @@
 import torch
 
 from shardwise.kernels.tables.row_rules import Adam, Sgd
-from shardwise.parallel.embedding.row_marks import RowMarks
+from shardwise.parallel.embedding.rows.row_marks import RowMarks
 
 ROWS = torch.arange(5)
 

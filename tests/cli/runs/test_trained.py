@@ -10,7 +10,7 @@ from tests.cli.trained_run import call, damaged
 
 from shardwise.base.words import printable
 from shardwise.checkpoint import Checkpoints
-from shardwise.cli.trained import open_trained
+from shardwise.cli.runs.trained import open_trained
 
 
 def test_a_checkpoint_of_a_users_own_loop_is_refused_by_name(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shardwise.parallel.embedding.row_gradients import RowGradients
+from shardwise.parallel.embedding.rows.row_gradients import RowGradients
 
 LIKE = torch.zeros(1, dtype=torch.float64)
 
