@@ -95,6 +95,8 @@ def test_a_rank_that_skips_a_call_in_front_of_a_message_differs(size: int, odd: 
     found = judge(job, 5.0)
     assert (found.state, found.rank) == ("mismatch", odd), found.sentence
     assert "call 5 of world was not made by rank" in found.sentence and found.where == "train.py:10"
+    brief = [each._replace(answer=each.answer.model_copy(update={"waited_s": 1.0})) for each in job]
+    assert judge(brief, 5.0).state == "running" and judge(brief, 5.0, is_over=True).rank == odd
     assert "was not made by rank" in "\n".join(
         lines_of_all_waiting(
             {each.rank: each.answer.model_copy(update={"starts": list(each.starts)}) for each in job}

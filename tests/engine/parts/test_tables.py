@@ -25,7 +25,7 @@ from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World, join
 from shardwise.engine.parts import tables as engine_tables
 from shardwise.engine.parts.tables import ModelTables
-from shardwise.parallel.embedding import evict, store, ways
+from shardwise.parallel.embedding import ways
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import (
     DynamicPolicy,
@@ -33,6 +33,7 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
+from shardwise.parallel.embedding.rows import evict, store
 from shardwise.parallel.embedding.rows.dynamic import DynamicIndex
 from tests.engine import tables_net
 from tests.engine.conformance import Conformance

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
-from shardwise.kernels import pairwise_dots as module
+from shardwise.kernels.tables import pairwise_dots as module
 from shardwise.kernels.tables.pairwise_dots import dots_beside, pairwise_dots, pairwise_dots_plain
 
 SHAPES = [(0, 3, 2), (5, 1, 3), (4, 2, 3), (3, 7, 4), (2, 17, 16), (3, 27, 16), (2, 36, 8), (2, 50, 19)]

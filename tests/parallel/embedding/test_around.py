@@ -18,7 +18,6 @@ from shardwise.base.errors import DataError, MismatchError, PlanError, UsageErro
 from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.kernels.tables.hash_index import HashIndex
-from shardwise.parallel.embedding import dynamic as dynamic_module
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import (
     AdmissionPolicy,
@@ -27,6 +26,7 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
+from shardwise.parallel.embedding.rows import dynamic as dynamic_module
 from tests.parallel.embedding.threads import on_ranks
 
 DYNAMIC = DynamicPolicy()

@@ -10,11 +10,11 @@ from shardwise.base.errors import PlanError
 from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.kernels.tables.wire import WireName
-from shardwise.parallel.embedding import row_lines, store
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.layout import static_keys, static_keys_at
 from shardwise.parallel.embedding.planner import plan_tables
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TableOptions, TablePolicy
+from shardwise.parallel.embedding.rows import row_lines, store
 from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 from shardwise.parallel.embedding.rules import row_bytes
 from tests.parallel.embedding import test_exact as exact

@@ -248,11 +248,15 @@ def judge(job: Sequence[RankEvidence], patience_s: float, is_over: bool = False)
     if roots:
         slow = max(roots, key=lambda each: each.unmoved_s)
         return _named("slow", slow, waiting, _words_of(slow), max(each.waited_s for each in waiting))
+    # A job that has ended may have ended before a wait was long.
+    held = waiting or [each for each in job if is_lost and each.answer.waits]
+    skipped = skipped_call(
+        {each.rank: each.answer.awaited for each in held}, {each.rank: each.starts for each in job}
+    )
+    if skipped is not None:
+        return _of_skipped(job, held, skipped)
     if waiting:
-        skipped = skipped_call(
-            {each.rank: each.answer.awaited for each in waiting}, {each.rank: each.starts for each in job}
-        )
-        return _of_all_waiting(waiting) if skipped is None else _of_skipped(job, waiting, skipped)
+        return _of_all_waiting(waiting)
     return _of_untroubled(job, is_over)
 
 

@@ -7,12 +7,12 @@ import torch
 
 from shardwise.comm.collectives import Group
 from shardwise.kernels.tables import hash_index
-from shardwise.parallel.embedding import evict as evict_module
 from shardwise.parallel.embedding.policy import (
     AdmissionPolicy,
     DynamicPolicy,
     EvictionPolicy,
 )
+from shardwise.parallel.embedding.rows import evict as evict_module
 from tests.parallel.embedding.grown import collection_of, keys_of, train_on
 from tests.parallel.embedding.threads import on_ranks
 

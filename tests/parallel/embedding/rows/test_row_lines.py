@@ -6,7 +6,7 @@ import torch
 from shardwise.kernels.tables.rounding import plain_narrow, word_of
 from shardwise.kernels.tables.row_optimizers import update
 from shardwise.kernels.tables.row_rules import Adam, RowOptimizer, RowwiseAdagrad, Sgd
-from shardwise.parallel.embedding.rows.keyed_rows import row_lines
+from shardwise.parallel.embedding.rows import row_lines
 from shardwise.parallel.embedding.rows.row_lines import Rounding, RowLines
 from shardwise.parallel.embedding.rules import RowDtypes
 
