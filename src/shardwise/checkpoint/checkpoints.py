@@ -173,6 +173,7 @@ class Checkpoints:
         best: Sequence[int] = (),
         base: BaseStep | None = None,
         mark: int = 0,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
         """Save ``items`` as step ``step``.
 
@@ -187,11 +188,13 @@ class Checkpoints:
             write_aliases: Also write tied tensors under each alias.
             texts: Contents of small files by path, such as ``model/config.json``.
             asynchronous: Write while training continues; None: as the policy says.
-            copies: More items, whose tensors no other code changes: they are written without a copy.
+            copies: More items, which read the same however long the save takes: they are written without a copy.
             best: Numbers of the steps that were saved with a score, best first. The first ``keep_best`` of those that
                 exist, at least one, are kept whatever ``keep_last`` is.
             base: The full step that this one continues; None if the items are the whole state.
             mark: Number of the save, by which ``last_full`` names it.
+            on_end: Function that is called once the save has ended, committed or failed, in the thread that wrote; not
+                called if this method raises before it writes.
 
         Raises:
             CheckpointError: if the step is not saved, or earlier saves failed too often.
@@ -199,36 +202,58 @@ class Checkpoints:
         """
         # Before anything may raise, so that all ranks count the same calls.
         coordinator = self._open(f"save of step {step}")
-        self._join()
-        if self._failures > self.policy.tolerate_failures:
-            self.wait()
-        self._failure = None
+        self._end_save_before()
         behind = self.policy.asynchronous if asynchronous is None else asynchronous
+        held, files = [*items, *copies], texts or {}
         contents = StepContents(
-            step,
-            [*items, *copies],
-            dict(trainer),
-            aliases or {},
-            write_aliases,
-            texts or {},
-            best,
-            base,
-            mark,
+            step, held, dict(trainer), aliases or {}, write_aliases, files, best, base, mark
         )
         if not 0 <= step < 10**15:
             raise CheckpointError(f"step {step}: expected a number from 0 to 10^15 - 1")
         if behind:
-            try:
-                contents = replace(contents, items=[*self._buffer.copy(items), *copies])
-            except Exception as error:
-                self._report(coordinator, error)
-            self._thread = threading.Thread(
-                target=self._behind, args=(coordinator, contents), name="shardwise-save"
-            )
-            self._thread.start()
+            self._begin_behind(coordinator, contents, items, copies, on_end)
         else:
+            self._save_now(coordinator, contents, on_end)
+
+    def _end_save_before(self) -> None:
+        """Wait until the save before this one has ended.
+
+        Raises:
+            CheckpointError: if that save failed, and earlier saves failed too often.
+        """
+        self.join()
+        if self._failures > self.policy.tolerate_failures:
+            self.wait()
+        self._failure = None
+
+    def _save_now(
+        self, coordinator: CheckpointCoordinator, contents: StepContents, on_end: Callable[[], None] | None
+    ) -> None:
+        """Write a step while the caller waits."""
+        try:
             self._save(coordinator, contents)
-            self._failures = 0
+        finally:
+            if on_end is not None:
+                on_end()
+        self._failures = 0
+
+    def _begin_behind(
+        self,
+        coordinator: CheckpointCoordinator,
+        contents: StepContents,
+        items: Sequence[TensorPieces],
+        copies: Sequence[TensorPieces],
+        on_end: Callable[[], None] | None,
+    ) -> None:
+        """Copy ``items``, and write the copies and ``copies`` in a thread."""
+        try:
+            contents = replace(contents, items=[*self._buffer.copy(items), *copies])
+        except Exception as error:
+            self._report(coordinator, error)
+        self._thread = threading.Thread(
+            target=self._behind, args=(coordinator, contents, on_end), name="shardwise-save"
+        )
+        self._thread.start()
 
     def _report(self, coordinator: CheckpointCoordinator, error: Exception) -> None:
         """Post a failure in place of the first phase, so that no rank waits for this one."""
@@ -248,7 +273,9 @@ class Checkpoints:
             kind = type(error) if isinstance(error, TierError) else CheckpointError
             raise kind(f"{self.root}: step {contents.step} was not saved: {error}") from error
 
-    def _behind(self, coordinator: CheckpointCoordinator, contents: StepContents) -> None:
+    def _behind(
+        self, coordinator: CheckpointCoordinator, contents: StepContents, on_end: Callable[[], None] | None
+    ) -> None:
         self._yield_to_training()
         try:
             self._save(coordinator, contents)
@@ -273,6 +300,9 @@ class Checkpoints:
                 else f"the next save ends the run: {self._failures} failed in a row"
             )
             self._warn(f"{failure}; {then}")
+        finally:
+            if on_end is not None:
+                on_end()
 
     @staticmethod
     def _yield_to_training() -> None:
@@ -286,12 +316,13 @@ class Checkpoints:
         Raises:
             CheckpointError: if that save failed.
         """
-        self._join()
+        self.join()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Wait until the background save, if any, has ended, committed or failed."""
         if self._thread is not None:
             with self._peers.joining(self._thread.ident or 0):
                 self._thread.join()
@@ -303,7 +334,7 @@ class Checkpoints:
         Returns:
             The step on rank 0; None on other ranks, before the first full save, or if the step is no longer there.
         """
-        self._join()
+        self.join()
         full = self._writer.full
         if full is None:
             return None

@@ -1,6 +1,7 @@
 """Tables saved on any number of ranks with any placements load on any others, to the bit."""
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.base.errors import DamagedError, MismatchError
+from shardwise.base.errors import CheckpointError, DamagedError, MismatchError
 from shardwise.base.ragged import Ragged
 from shardwise.checkpoint import verify
 from shardwise.comm.world import World, join
@@ -21,6 +22,8 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
+from shardwise.parallel.embedding.rows import saved_rows
+from shardwise.parallel.embedding.saved import StreamedRows
 from tests.engine.tables_net import SAMPLES, Net, batch, build, row_of, train
 from tests.hostile.table_files import rewrite
 
@@ -40,7 +43,9 @@ def _load_and_save(world: World, placements: dict[str, str], source: str, target
     engine = build(world, placements)
     train(engine, 2)  # what is there before must be gone after
     engine.load(Path(source))
-    engine.save(Path(target), asynchronous=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_rows, "_STREAM_BYTES", 0)  # the first step of the route was written from copies
+        engine.save(Path(target), asynchronous=False)
     engine.close()
 
 
@@ -102,6 +107,52 @@ def test_resumed_run_goes_on_to_the_bit(ranks: Any, tmp_path: Path, size: int) -
     for on, back in each:
         assert on == back
         assert len(on[0]) == 5 and on[1]["grows"] and on[1]["rare waiting"]
+
+
+def test_rows_that_steps_change_while_they_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writing thread reads the first row when five more steps are over: it is the step of the save all the same."""
+    monkeypatch.setattr(saved_rows, "_STREAM_BYTES", 0)
+    may_read, read = threading.Event(), StreamedRows.read
+
+    def wait_and_read(rows: StreamedRows, kind: str, within: tuple[int, int]) -> Tensor:
+        assert may_read.wait(60)
+        return read(rows, kind, within)
+
+    monkeypatch.setattr(StreamedRows, "read", wait_and_read)
+    engine = build(join())
+    train(engine, 6)
+    rows = row_of(engine)
+    engine.save(tmp_path, asynchronous=True)
+    train(engine, 5)
+    assert row_of(engine) != rows
+    may_read.set()
+    engine.save(tmp_path, asynchronous=True)  # waits for the save before it
+    later = row_of(engine)
+    train(engine, 1)
+    engine.wait_for_save()
+    for step, expected in ((6, rows), (11, later)):
+        other = build(join())
+        other.load(tmp_path / f"step_{step:08d}")
+        assert row_of(other) == expected
+        other.close()
+    engine.close()
+
+
+def test_scores_that_no_load_accepts_fail_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are read when they are written are checked then, and the step is not committed."""
+    monkeypatch.setattr(saved_rows, "_STREAM_BYTES", 0)
+    engine = build(join())
+    train(engine, 3)
+    part, place = engine._parts.tables.collections["tables"].placed.find("grows")
+    index = part.store._dynamic[place].index
+    index.set_scores(index.items()[1][:1], -5)
+    with pytest.raises(CheckpointError, match="'tables.grows': scores from -5"):
+        engine.save(tmp_path, asynchronous=False)
+    assert not list(tmp_path.glob("step_*"))
+    train(engine, 1)
+    index.set_scores(index.items()[1], 1)
+    engine.save(tmp_path, asynchronous=False)
+    engine.close()
 
 
 def test_reads_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

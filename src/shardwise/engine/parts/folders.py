@@ -104,3 +104,8 @@ class StepFolders:
         """Wait until saves that run in the background are committed; raise the error of one that failed."""
         for checkpoints in self._open.values():
             checkpoints.wait()
+
+    def join(self) -> None:
+        """Wait until saves that run in the background have ended, committed or failed."""
+        for checkpoints in self._open.values():
+            checkpoints.join()

@@ -19,7 +19,7 @@ Loading goes table by table in chunks, so that beside the tables themselves no m
 """
 
 import logging
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from torch import Tensor
 from shardwise.checkpoint import Checkpoints, FlatSlice, Manifest, TensorPieces
 from shardwise.engine.parts.tables import ModelTables
 from shardwise.engine.state.differences import StepDifferences
+from shardwise.engine.state.table_items import StreamedItems
 from shardwise.engine.state.table_notes import (
     CHANGED,
     KEY,
@@ -52,7 +53,14 @@ from shardwise.parallel.embedding.policy import TablePolicy
 from shardwise.parallel.embedding.registered import state_names
 from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 from shardwise.parallel.embedding.rules import dtypes_of
-from shardwise.parallel.embedding.saved import Range, SavedRowRange, chunks, ranges_to_read, static_counts
+from shardwise.parallel.embedding.saved import (
+    Range,
+    SavedRowRange,
+    StreamedRows,
+    chunks,
+    ranges_to_read,
+    static_counts,
+)
 
 _log = logging.getLogger(__name__)
 _CHUNK_BYTES = 256 * 2**20
@@ -68,7 +76,11 @@ class TablesToSave(NamedTuple):
     notes: dict[str, Any]
     """Entries for ``trainer.json``."""
     fault: str
-    """The reason why no load would accept the rows; empty if a load would."""
+    """The reason why no load would accept the rows; empty if a load would. Rows that are read when they are written
+    are checked then.
+    """
+    close: Callable[[], None]
+    """Function to call when the items are written, or will not be."""
 
 
 def items_to_save(tables: ModelTables, since: Mapping[str, int] | None = None) -> TablesToSave:
@@ -83,43 +95,93 @@ def items_to_save(tables: ModelTables, since: Mapping[str, int] | None = None) -
     """
     items: list[TensorPieces] = []
     notes: dict[str, Any] = {"collections": {}, "tables": {}}
-    fault = ""
+    saved = [collection.saved for collection in tables.collections.values()]
+
+    def close() -> None:
+        for each in saved:
+            each.close()
+
     if not tables.is_first_copy:
-        return TablesToSave(items, notes, fault)
+        return TablesToSave(items, notes, "", close)
+    for each in saved:
+        each.begin_save()
     notes["collections"] = {name: each.saved.progress() for name, each in tables.collections.items()}
     steps = max((each["steps"] for each in notes["collections"].values()), default=0)
-    for name, collection, table in tables.each():
-        if not tables.is_here(collection):
-            continue
-        stretch, waiting = collection.saved.rows_to_write(table.name, None if since is None else since[name])
-        items += _items_of(name, table, stretch)
-        note: dict[str, Any] = {"rows": stretch.total}
-        keys = stretch
-        if since is not None:
-            note["changed"] = stretch.counts.tolist()
-            if table.dynamic is not None:
-                keys = collection.saved.keys_to_write(table.name)
-            note["rows"] = keys.total if table.rows is None else table.rows
-            items.append(_changed(name, collection, table, stretch, keys))
+    fault = ""
+    try:
+        for name, collection, table in tables.each():
+            if not tables.is_here(collection):
+                continue
+            streamed = collection.saved.rows_to_stream(table.name) if since is None else None
+            if streamed is not None:
+                found = _items_later(name, table, steps, streamed)
+            else:
+                found = _items_now(name, collection, table, steps, None if since is None else since[name])
+            items += found.items
+            notes["tables"][name] = found.note
+            fault = fault or (found.fault and f"table {name!r}: {found.fault}")
+    except BaseException:
+        close()
+        raise
+    return TablesToSave(items, notes, fault, close)
+
+
+class _TableToSave(NamedTuple):
+    """Rows of one table for a checkpoint."""
+
+    items: list[TensorPieces]
+    note: dict[str, Any]
+    """Entry of the table in ``trainer.json``."""
+    fault: str
+    """The reason why no load would accept the rows; empty if a load would, or if the rows are read later."""
+
+
+def _items_now(
+    name: str, collection: EmbeddingCollection, table: TablePolicy, steps: int, since: int | None
+) -> _TableToSave:
+    """Return the tensors of a table of which the rows, or those that changed after step ``since``, are copied."""
+    stretch, waiting = collection.saved.rows_to_write(table.name, since)
+    items = _items_of(name, table, stretch)
+    note: dict[str, Any] = {"rows": stretch.total}
+    fault = ""
+    keys = stretch
+    if since is not None:
+        note["changed"] = stretch.counts.tolist()
         if table.dynamic is not None:
-            note["buckets"] = keys.counts.tolist()
-            note["eviction"] = table.dynamic.eviction.type
-            assert keys.rows.scores is not None, "rows of a dynamic table have scores"
-            items.append(_item(KEY, name, (keys.total,), keys.first, keys.rows.keys))
-            items.append(_item(SCORE, name, (keys.total,), keys.first, keys.rows.scores))
-            wrong = fault_of_rows(
-                keys.rows.keys, keys.rows.scores, keys.counts, keys.first, steps, note["eviction"]
-            )
-            fault = fault or (wrong and f"table {name!r}: {wrong}")
-        if waiting is not None:
-            assert waiting.rows.scores is not None, "those who wait have a count"
-            pairs = torch.stack([waiting.rows.keys, waiting.rows.scores], 1)
-            items.append(_item(WAITING, name, (waiting.total, 2), waiting.first, pairs))
-            note["waiting"] = waiting.counts.tolist()
-            wrong = fault_of_waiting(pairs, waiting.counts, waiting.first, steps)
-            fault = fault or (wrong and f"table {name!r}: {wrong}")
-        notes["tables"][name] = note
-    return TablesToSave(items, notes, fault)
+            keys = collection.saved.keys_to_write(table.name)
+        note["rows"] = keys.total if table.rows is None else table.rows
+        items.append(_changed(name, collection, table, stretch, keys))
+    if table.dynamic is not None:
+        eviction = table.dynamic.eviction.type
+        note |= {"buckets": keys.counts.tolist(), "eviction": eviction}
+        assert keys.rows.scores is not None, "rows of a dynamic table have scores"
+        items.append(_item(KEY, name, (keys.total,), keys.first, keys.rows.keys))
+        items.append(_item(SCORE, name, (keys.total,), keys.first, keys.rows.scores))
+        fault = fault_of_rows(keys.rows.keys, keys.rows.scores, keys.counts, keys.first, steps, eviction)
+    if waiting is not None:
+        assert waiting.rows.scores is not None, "those who wait have a count"
+        pairs = torch.stack([waiting.rows.keys, waiting.rows.scores], 1)
+        items.append(_item(WAITING, name, (waiting.total, 2), waiting.first, pairs))
+        note["waiting"] = waiting.counts.tolist()
+        fault = fault or fault_of_waiting(pairs, waiting.counts, waiting.first, steps)
+    return _TableToSave(items, note, fault)
+
+
+def _items_later(
+    name: str, table: TablePolicy, steps: int, streamed: tuple[StreamedRows, StreamedRows | None]
+) -> _TableToSave:
+    """Return the tensors of a table whose rows are read when they are written."""
+    rows, waiting = streamed
+    eviction = None if table.dynamic is None else table.dynamic.eviction.type
+    note: dict[str, Any] = {"rows": rows.total}
+    if eviction is not None:
+        note |= {"buckets": rows.counts.tolist(), "eviction": eviction}
+    found = StreamedItems(name, eviction, steps)
+    items = found.of(rows)
+    if waiting is not None:
+        note["waiting"] = waiting.counts.tolist()
+        items += found.of(waiting)
+    return _TableToSave(items, note, "")
 
 
 def _items_of(name: str, table: TablePolicy, stretch: SavedRowRange) -> list[TensorPieces]:

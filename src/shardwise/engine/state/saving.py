@@ -42,7 +42,7 @@ from shardwise.engine.state.differences import StepDifferences
 from shardwise.engine.state.loaders import EngineLoaders
 from shardwise.engine.state.saved_state import SavedState, best_steps
 from shardwise.engine.state.state import buckets, finish_updates, own_buffers, settle
-from shardwise.engine.state.table_increments import TableIncrements
+from shardwise.engine.state.table_increments import TableIncrements, TablesSave
 from shardwise.engine.state.table_rows import with_base
 from shardwise.models.ctr.build import described
 from shardwise.optim.average import EMA
@@ -73,11 +73,31 @@ def save(
     **options: Any,
 ) -> None:
     """Save the engine's state as a step. Implements ``Engine.save``."""
-    progress = parts.progress
     settle(parts, "save")
     finish_updates(parts)
     part = increments.next(folder)
+    parts.folders.join()  # a save reads the tables while steps go on, so the one before it ends first
     tables = saved_tables.items_to_save(parts.tables, part.since) if parts.tables else None
+    try:
+        _save(parts, loaders, part, folder, trainer, tables, options)
+    except BaseException:
+        if tables is not None:
+            parts.folders.join()  # an interrupt may come when the thread that reads the tables runs already
+            tables.close()
+        raise
+
+
+def _save(
+    parts: EngineParts,
+    loaders: EngineLoaders,
+    part: TablesSave,
+    folder: Path,
+    trainer: dict[str, Any],
+    tables: saved_tables.TablesToSave | None,
+    options: dict[str, Any],
+) -> None:
+    """Save the engine's state, and the rows of tables that are given."""
+    progress = parts.progress
     common, stateless, labels = _agree_on_scalars(parts, "" if tables is None else tables.fault)
     state = {
         "step": progress.step_count,
@@ -119,6 +139,7 @@ def save(
             copies=() if tables is None else tables.items,
             base=part.base,
             mark=part.mark,
+            on_end=None if tables is None else tables.close,
             best=[step for step, _ in progress.best],
             **options,
         )

@@ -231,10 +231,15 @@ def fault_of_rows(
 
     ``start`` is the number of the first row. A save makes the same check as a load.
     """
+    return fault_of_scores(scores, steps, eviction) or fault_of_buckets(keys, counts, start)
+
+
+def fault_of_scores(scores: Tensor, steps: int, eviction: str | None) -> str:
+    """Return why scores cannot be those after ``steps`` steps; empty if they can."""
     most = torch.iinfo(torch.int64).max if eviction in ("lfu", None) else steps
-    if keys.numel() and not 0 <= int(scores.min()) <= int(scores.max()) <= most:
+    if scores.numel() and not 0 <= int(scores.min()) <= int(scores.max()) <= most:
         return f"scores from {int(scores.min())} to {int(scores.max())} after {steps} steps"
-    return _fault_of_buckets(keys, counts, start)
+    return ""
 
 
 def fault_of_waiting(pairs: Tensor, counts: Tensor, start: int, steps: int) -> str:
@@ -246,10 +251,10 @@ def fault_of_waiting(pairs: Tensor, counts: Tensor, start: int, steps: int) -> s
     last, count = step_of(scores), count_of(scores)
     if bool(((last > steps) | (count < 1) | (count > last)).any()):
         return f"keys wait with counts and steps that {steps} steps do not give"
-    return _fault_of_buckets(keys, counts, start)
+    return fault_of_buckets(keys, counts, start)
 
 
-def _fault_of_buckets(keys: Tensor, counts: Tensor, start: int) -> str:
+def fault_of_buckets(keys: Tensor, counts: Tensor, start: int) -> str:
     """Return why keys do not lie in their buckets in rising order; empty if they do."""
     ends = counts.cumsum(0)
     place = torch.arange(start, start + keys.numel())

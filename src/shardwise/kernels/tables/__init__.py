@@ -4,6 +4,9 @@
     joined.py          keys of several features, checked, numbered and joined
     unique.py          distinct keys in the order of their first occurrence; stable grouping by owner
     hash_index.py      keys to rows: find, insert, remove, scores, the rows to evict
+    pair_map.py        the map from keys to rows, which grows a few slots at a time
+    rows_ahead.py      the rows with the lowest scores, found ahead of need
+    row_snapshot.py    lines of rows as they were when a save began (index_snapshot.py: keys and scores; kept_rows.py)
     slab.py            memory of a table that grows without moving
     start_rows.py      the weights that a row begins with, from (seed, table, key)
     pooling.py         rows to one vector a bag; gradients of bags back to one gradient a row

@@ -15,7 +15,7 @@ Cost:   once the bytes of the rank's rows over the link for row and column, none
 Shapes: n rows on this rank, M rows of the table over all ranks, N ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -24,12 +24,17 @@ from torch import Tensor
 from shardwise.base.errors import UsageError
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import Counts, gather, send, share
+from shardwise.kernels.tables.index_snapshot import IndexSnapshot
 from shardwise.parallel.embedding.layout import BUCKETS, TablePlacement, buckets_of, columns_of, writer_of
 from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 from shardwise.parallel.embedding.rules import ONE_A_ROW
 
 Range = tuple[int, int]
 """Rows [start, stop) in the order of (bucket, key)."""
+
+
+KEY, SCORE, PAIR = "key", "score", "pair"
+"""Kinds of numbers of a row beside those of its line: its key, its score, and both."""
 
 
 class SavedRowRange(NamedTuple):
@@ -45,6 +50,79 @@ class SavedRowRange(NamedTuple):
     def total(self) -> int:
         """Number of rows of the table over all ranks, M."""
         return int(self.counts.sum())
+
+
+class StreamedRows:
+    """Rows of one table that this rank writes into a checkpoint, read when they are written.
+
+    Args:
+        counts: rows of each bucket over all ranks.
+        mine: mask of the buckets that this rank writes.
+        columns: number of columns and dtype of each kind of number that is written.
+        read: function that returns the numbers of a kind, [n, columns], of rows [n] of the snapshot.
+        rows: snapshot of the index of a dynamic table, or function that returns the rows in a range of a static one.
+    """
+
+    def __init__(
+        self,
+        counts: Tensor,
+        mine: Tensor,
+        columns: Mapping[str, tuple[int, torch.dtype]],
+        read: Callable[[str, Tensor], Tensor],
+        rows: IndexSnapshot | Callable[[Range], Tensor],
+    ) -> None:
+        self.counts = counts
+        self.columns = columns
+        self.ranges = _ranges_of(counts, mine)
+        """Ranges of rows that this rank writes, in the order of (bucket, key)."""
+        self._mine = mine
+        self._read = read
+        self._rows = rows
+        self._order: Tensor | None = None
+        sizes = torch.tensor([stop - start for start, stop in self.ranges], dtype=torch.int64)
+        self._starts = torch.tensor([start for start, _ in self.ranges], dtype=torch.int64)
+        self._firsts = sizes.cumsum(0) - sizes
+
+    @property
+    def total(self) -> int:
+        """Number of rows of the table over all ranks, M."""
+        return int(self.counts.sum())
+
+    def read(self, kind: str, within: Range) -> Tensor:
+        """Return the numbers of a kind of the rows in a part of one of ``ranges``: [n, columns]."""
+        if not isinstance(self._rows, IndexSnapshot):
+            return self._read(kind, self._rows(within))
+        if self._order is None:
+            self._order = self._rows.order(self._mine)
+        place = int(torch.searchsorted(self._starts, within[0], right=True)) - 1
+        shift = int(self._firsts[place] - self._starts[place])
+        return self._read(kind, self._order[within[0] + shift : within[1] + shift].long())
+
+
+def _ranges_of(counts: Tensor, mine: Tensor) -> list[Range]:
+    """Return the ranges of rows of the buckets in ``mine``; neighbouring buckets are joined."""
+    found: list[Range] = []
+    ends = counts.cumsum(0).tolist()
+    start = 0
+    for is_mine, stop in zip(mine.tolist(), ends, strict=True):
+        if is_mine and stop > start:
+            if found and found[-1][1] == start:
+                start = found.pop()[0]
+            found.append((start, stop))
+        start = stop
+    return found
+
+
+def written_buckets(placement: str, index: int, ranks: int, owner: int) -> Tensor:
+    """Return a mask of the buckets whose rows a rank writes without an exchange: bool [BUCKETS]."""
+    buckets = torch.arange(BUCKETS)
+    if ranks == 1:
+        return torch.ones(BUCKETS, dtype=torch.bool)
+    if placement == "row":
+        return buckets % ranks == index
+    if placement == "table":
+        return torch.full((BUCKETS,), index == owner)
+    return writer_of(buckets, ranks) == index
 
 
 def stretch_to_write(

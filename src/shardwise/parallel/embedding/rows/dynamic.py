@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardwise.base.errors import MismatchError, PlanError, TableFullError
 from shardwise.kernels.tables.hash_index import HashIndex
+from shardwise.kernels.tables.index_snapshot import IndexSnapshot
 from shardwise.kernels.tables.keys import mix
 from shardwise.kernels.tables.unique import unique
 from shardwise.parallel.embedding.layout import BUCKETS
@@ -217,6 +218,22 @@ class DynamicIndex:
         if self._pinned.numel() and rows.numel():
             kept = torch.isin(keys, self._pinned)
             self.index.pin(rows[kept])
+
+    @property
+    def is_open(self) -> bool:
+        """True if keys have come since the last step that changed the index or the keys that wait."""
+        return bool(self._new or self._waited)
+
+    @property
+    def bucket_counts(self) -> tuple[Tensor, Tensor]:
+        """Numbers of rows, and of waiting keys, of each bucket on this rank: int64 [BUCKETS], [BUCKETS]."""
+        rows = self.index.bucket_counts
+        return rows, torch.zeros_like(rows) if self._candidates is None else self._candidates.bucket_counts
+
+    def snapshots(self) -> tuple[IndexSnapshot, IndexSnapshot | None]:
+        """Return snapshots of the rows, and of the keys that wait for admission if the table counts those."""
+        waiting = None if self._candidates is None else IndexSnapshot(self._candidates)
+        return IndexSnapshot(self.index), waiting
 
     def rows_now(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys, rows and scores of all rows of the table on this rank."""

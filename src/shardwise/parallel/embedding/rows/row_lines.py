@@ -26,6 +26,7 @@ from shardwise.kernels.tables.rounding import narrow, widen
 from shardwise.kernels.tables.row_optimizers import update
 from shardwise.kernels.tables.row_replay import StepHistory, catch_up
 from shardwise.kernels.tables.row_rules import Adam, RowOptimizer
+from shardwise.kernels.tables.row_snapshot import StoreSnapshot
 from shardwise.kernels.tables.slab import reserve
 from shardwise.parallel.embedding.rules import ONE_A_ROW, RowDtypes, state_columns
 
@@ -40,6 +41,19 @@ class Rounding(NamedTuple):
     """Id of each row, on the device of the lines: int64 [U]."""
     word: int
     """Word of the step, as ``kernels.tables.rounding.word_of`` returns it."""
+
+
+WEIGHTS = "weights"
+"""Name of the weights among the numbers of a line."""
+
+
+class LineColumns(NamedTuple):
+    """Position of the weights, or of one optimizer state, in the memory of lines."""
+
+    memory: int
+    """Index of the tensor that holds them."""
+    start: int
+    stop: int
 
 
 class RowLines:
@@ -75,6 +89,8 @@ class RowLines:
         self._first, self._whole = columns.start, width
         self.state: Tensor | None = None
         """Optimizer state [places, s] if it lies apart from the weights."""
+        self.snapshot: StoreSnapshot | None = None
+        """Lines that a save is reading while they change."""
         self._wide: Tensor | None = None
         """Memory for widened lines, kept between updates."""
         if stored.is_one:
@@ -114,6 +130,16 @@ class RowLines:
         return [self.memory] if self.state is None else [self.memory, self.state]
 
     @property
+    def positions(self) -> dict[str, LineColumns]:
+        """Positions of the weights and of each optimizer state in ``tensors``, by name."""
+        found = {WEIGHTS: LineColumns(0, 0, self.width)}
+        memory, start = (0, self.width) if self.state is None else (1, 0)
+        for name, columns in state_columns(self.optimizer, self.width):
+            found[name] = LineColumns(memory, start, start + columns)
+            start += columns
+        return found
+
+    @property
     def pooled_from(self) -> Tensor:
         """Tensor [places, w or more] whose first w columns are the weights, for pooling without a copy of the rows."""
         return self.memory
@@ -151,6 +177,7 @@ class RowLines:
 
         ``rounding`` is needed if ``is_rounded``.
         """
+        self._keep(places)
         if not self.is_rounded:
             update(
                 self.optimizer,
@@ -193,6 +220,8 @@ class RowLines:
 
     def write(self, places: Tensor | slice, lines: Tensor) -> None:
         """Write lines [U, w + s] from the host at places, rounded to the nearest if they have 16 bits."""
+        if isinstance(places, Tensor):  # a slice is written when a table begins anew, which waits for saves
+            self._keep(places)
         if self.state is not None:
             _write(self.memory, places, lines[:, : self.width])
             _write(self.state, places, lines[:, self.width :])
@@ -214,6 +243,12 @@ class RowLines:
             stop = start + each.shape[1] * each.itemsize
             _write(each, places, lines[:, start:stop].contiguous().view(each.dtype))
             start = stop
+
+    def _keep(self, places: Tensor) -> None:
+        """Copy lines that are about to change for the save that reads them, if there is one."""
+        snapshot = self.snapshot  # the thread that writes may end the save at any moment
+        if snapshot is not None:
+            snapshot.keep(places)
 
     def _widen(self, places: Tensor, lines: Tensor) -> None:
         """Read lines into memory of the dtype of updates: [U] -> [U, w + s]."""

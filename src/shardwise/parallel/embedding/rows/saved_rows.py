@@ -3,7 +3,12 @@
 Rows are read with their optimizer state, scores, and the keys that wait for admission. They are loaded from any pieces
 that cover a table, after ``load_progress``; a rank takes what its placement gives it.
 
-Cost: saved.py.
+A save writes tables below ``_STREAM_BYTES`` from a copy of their rows. Of larger ones it reads the rows when they are
+written, a part at a time, from a snapshot (kernels/tables/row_snapshot.py). A rank writes the buckets that it holds, so
+nothing is copied and exchanged at once, and steps may go on. Rows that a snapshot cannot give, and those of a save
+between a forward pass and its step, are copied.
+
+Cost: saved.py, kernels/tables/row_snapshot.py.
 """
 
 from collections.abc import Mapping
@@ -13,10 +18,25 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Group
+from shardwise.comm.exchange import gather
 from shardwise.parallel.embedding.layout import TablePlacement, dynamic_bucket, static_bucket, writer_of
-from shardwise.parallel.embedding.placed import PlacedTables
+from shardwise.parallel.embedding.placed import PlacedGroup, PlacedTables
 from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
-from shardwise.parallel.embedding.saved import SavedRowRange, stretch_to_write
+from shardwise.parallel.embedding.rows.store import RowStore
+from shardwise.parallel.embedding.saved import (
+    KEY,
+    PAIR,
+    SCORE,
+    SavedRowRange,
+    StreamedRows,
+    static_counts,
+    static_keys_at,
+    stretch_to_write,
+    written_buckets,
+)
+
+_STREAM_BYTES = 16 << 20
+"""Bytes of a table over all ranks from which on a save reads its rows when they are written."""
 
 
 class SavedRows:
@@ -59,6 +79,11 @@ class SavedRows:
         part, place = self._placed.find(table)
         return part.store.rows_here(place)
 
+    def begin_save(self) -> None:
+        """Wait until the save before, if any, has ended. Call this method before ``rows_to_stream``."""
+        for part in self._placed.parts:
+            part.store.wait_for_save()
+
     @torch.no_grad()
     def rows_to_write(
         self, table: str, since: int | None = None, weights_only: bool = False
@@ -91,6 +116,80 @@ class SavedRows:
         empty = torch.empty(order.numel(), 0, dtype=self._placed.dtype)
         waiting = KeyedRows(keys[order], empty, scores=scores[order])
         return stretch, stretch_to_write(waiting, buckets[order], where, 0, group, what)
+
+    @torch.no_grad()
+    def rows_to_stream(self, table: str) -> tuple[StreamedRows, StreamedRows | None] | None:
+        """Return what this rank writes of a table, to be read while steps go on; None if its rows must be copied.
+
+        Collective; the ranks decide alike. Call ``begin_save`` before, and ``close`` when the rows are written.
+        """
+        part, place = self._placed.find(table)
+        counts, waiting = self._counts(part, place)
+        return None if counts is None else self._streamed(part, place, counts, waiting)
+
+    def close(self) -> None:
+        """Let go of the rows that ``rows_to_stream`` has returned, when they are written."""
+        for part in self._placed.parts:
+            part.store.end_save()
+
+    def _counts(self, part: PlacedGroup, place: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return rows, and waiting keys, of each bucket over all ranks if a save streams a table; else (None, None).
+
+        All ranks return the same.
+        """
+        store, group, table = part.store, self._placed.group, part.tables.tables[place]
+        if not store.streams:
+            return None, None
+        if table.dynamic is None:
+            counts = static_counts(table.rows or 0)
+            return (counts, None) if _is_large(store, int(counts.sum())) else (None, None)
+        rows, waiting = store.dynamic[place].bucket_counts
+        is_open = any(each.is_open for each in store.dynamic)
+        here = torch.cat([rows, waiting, torch.tensor([int(is_open)])])
+        found = gather(here[None], [1] * group.size, group, f"buckets of table {table.name}", "control")
+        is_copy = part.tables.places[place].placement == "data_parallel"
+        rows, waiting = (found[0] if is_copy else found.sum(0))[:-1].view(2, -1)
+        if bool(found[:, -1].any()) or not _is_large(store, int(rows.sum())):
+            return None, None
+        return rows, waiting if table.dynamic.admission.type == "frequency" else None
+
+    def _streamed(
+        self, part: PlacedGroup, place: int, counts: Tensor, waiting: Tensor | None
+    ) -> tuple[StreamedRows, StreamedRows | None]:
+        """Return what this rank reads and writes later of a table with these numbers of rows and of waiting keys."""
+        store, group, where = part.store, self._placed.group, part.tables.places[place]
+        snapshot, positions = store.snapshot(), store.lines.positions
+        mine = written_buckets(where.placement, group.index, group.size, where.owner)
+        dtypes = [each.dtype for each in store.lines.tensors]
+        columns = {kind: (at.stop - at.start, dtypes[at.memory]) for kind, at in positions.items()}
+
+        def numbers(kind: str, rows: Tensor) -> Tensor:
+            at = positions[kind]
+            return snapshot.read(rows)[at.memory][:, at.start : at.stop]
+
+        def rows_in(within: tuple[int, int]) -> Tensor:
+            return store.slab_rows(place, static_keys_at(counts, [within]))
+
+        if not store.dynamic:
+            return StreamedRows(counts, mine, columns, numbers, rows_in), None
+        index, pairs, base = snapshot.indexes[place], snapshot.waiting[place], store.dynamic[place].base
+
+        def read(kind: str, rows: Tensor) -> Tensor:
+            return (
+                index.read(rows)[kind == SCORE][:, None]
+                if kind in (KEY, SCORE)
+                else numbers(kind, rows + base)
+            )
+
+        columns |= {KEY: (1, torch.int64), SCORE: (1, torch.int64)}
+        found = StreamedRows(counts, mine, columns, read, index)
+        if pairs is None or waiting is None:
+            return found, None
+
+        def waited(kind: str, rows: Tensor) -> Tensor:
+            return torch.stack(pairs.read(rows), 1)
+
+        return found, StreamedRows(waiting, mine, {PAIR: (2, torch.int64)}, waited, pairs)
 
     def keys_to_write(self, table: str) -> SavedRowRange:
         """Return the keys and scores of a dynamic table that this rank writes, without weights. Collective."""
@@ -162,3 +261,8 @@ class SavedRows:
         self._placed.drop()
         for part in self._placed.parts:
             part.store.clear()
+
+
+def _is_large(store: RowStore, rows: int) -> bool:
+    """Return whether this many rows of a store are read when they are written."""
+    return rows * store.lines.line_bytes >= _STREAM_BYTES

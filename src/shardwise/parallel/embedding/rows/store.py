@@ -26,6 +26,7 @@ from shardwise.kernels import philox
 from shardwise.kernels.initializers import Uniform
 from shardwise.kernels.tables.rounding import row_ids, word_of
 from shardwise.kernels.tables.row_rules import RowwiseAdagrad
+from shardwise.kernels.tables.row_snapshot import StoreSnapshot
 from shardwise.kernels.tables.start_rows import start_rows
 from shardwise.kernels.tables.unique import unique
 from shardwise.optim.clip import square_sum
@@ -514,7 +515,7 @@ class RowStore:
             buckets = dynamic_bucket(keys)
         else:
             keys = self._static_keys(place)
-            rows = self._slab_rows(place, keys)
+            rows = self.slab_rows(place, keys)
             buckets = static_bucket(keys)
         order = keys.argsort()
         order = order[buckets[order].argsort(stable=True)]
@@ -611,21 +612,62 @@ class RowStore:
             if each.evictions.keys is not None:
                 each.evictions.keys.clear()
 
+    # Saves that read rows while steps go on -----------------------------------------------------------------------
+
+    @property
+    def streams(self) -> bool:
+        """True if a save may read rows while steps change them: on the host, whole rows, changed by steps alone."""
+        is_cut = self.tables.place.placement == "column" and self._group.size > 1
+        is_plain = self._cache is None and self._history is None
+        return is_plain and self.device.type == "cpu" and not is_cut
+
+    @property
+    def dynamic(self) -> list[DynamicIndex]:
+        """Indexes of the tables of a dynamic group."""
+        return self._dynamic
+
+    def snapshot(self) -> StoreSnapshot:
+        """Return the rows as they are, to be read while steps change them; the open one until ``end_save``."""
+        if self.lines.snapshot is None:
+            parts = [range(each.base, each.base + each.index.rows) for each in self._dynamic]
+            indexes = [each.snapshots() for each in self._dynamic]
+            self.lines.snapshot = StoreSnapshot(
+                self.lines.tensors,
+                parts or [range(len(self.lines))],
+                [rows for rows, _ in indexes],
+                [waiting for _, waiting in indexes],
+            )
+        return self.lines.snapshot
+
+    def end_save(self) -> None:
+        """Keep no more rows for a save. The thread that writes may call this method."""
+        snapshot, self.lines.snapshot = self.lines.snapshot, None
+        if snapshot is not None:
+            snapshot.close()
+
+    def wait_for_save(self) -> None:
+        """Wait until the save that reads the rows of this store has ended."""
+        snapshot = self.lines.snapshot
+        if snapshot is not None:
+            snapshot.wait()
+
     def state_names(self) -> list[str]:
         """Return the names of the optimizer state that a row has beside its weights."""
         return [name for name, _ in state_columns(self.optimizer, len(self.columns))]
 
     def restart(self, place: int) -> None:
         """Reset a table to its start rows; a dynamic table becomes empty."""
+        self.wait_for_save()
         if self._dynamic:
             self._clear(self._dynamic[place])
         else:
             self._draw(place)
             if self._marks is not None:
-                self._marks.touch(self._slab_rows(place, self._static_keys(place)), self._steps + 1)
+                self._marks.touch(self.slab_rows(place, self._static_keys(place)), self._steps + 1)
 
     def clear(self) -> None:
         """Remove all keys from the dynamic tables."""
+        self.wait_for_save()
         for each in self._dynamic:
             self._clear(each)
 
@@ -636,6 +678,7 @@ class RowStore:
 
     def load_candidates(self, place: int, candidates: Tensor) -> None:
         """Load waiting keys and their scores, int64 [m, 2], as far as they belong to this rank."""
+        self.wait_for_save()
         self._dynamic[place].wait(candidates[self._belongs(place, candidates[:, 0])])
 
     def load_rows(self, place: int, rows: KeyedRows) -> None:
@@ -648,6 +691,7 @@ class RowStore:
         Raises:
             MismatchError: if columns, keys or optimizer state do not fit the table.
         """
+        self.wait_for_save()
         name = self.tables.tables[place].name
         first = self.columns.start - rows.first_column
         width = len(self.columns)
@@ -672,7 +716,7 @@ class RowStore:
                 raise MismatchError(
                     f"table {name!r}: rows for keys {int(keys.min())} to {int(keys.max())}; it has 0 to {limit - 1}"
                 )
-            places = self._slab_rows(place, keys)
+            places = self.slab_rows(place, keys)
             start_key = philox.key_of(self._seed, _start_name(name))
         lines = self._start_lines(start_key, keys, 0.0)
         lines[:, :width] = rows.weights[mine, first : first + width]
@@ -709,7 +753,7 @@ class RowStore:
             return static_keys(rows, self._group.index, self._group.size)
         return torch.arange(rows if where.holds(self._group.index) else 0)
 
-    def _slab_rows(self, place: int, keys: Tensor) -> Tensor:
+    def slab_rows(self, place: int, keys: Tensor) -> Tensor:
         """Return the slab rows of keys of a static table that this rank holds."""
         rows = static_row(keys, self._group.size) if self.tables.place.placement == "row" else keys
         return rows + self.tables.base_on(place, self._group.index)

@@ -1,0 +1,123 @@
+"""Keys, rows and scores of an index as they were at one moment, while the index goes on changing.
+
+    index      before_change(rows) ──► rows that have not been kept yet: their key, score and state are copied
+    reader     live columns, then what was kept in place of it
+
+The index announces rows before it changes them, and both sides hold the lock while they copy. So a row that the reader
+finds live has not been changed when the reader has copied it, and one that was changed is read from the copy. One
+thread changes the index, and another may read the snapshot.
+
+Cost:   17 bytes and a copy for each row that changes, 4 bytes a row for the order; nothing is copied at the start.
+Shapes: n rows of one call, M rows of the snapshot.
+"""
+
+import threading
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.kernels.tables.hash_index import HashIndex
+from shardwise.kernels.tables.kept_rows import KeptRows
+from shardwise.kernels.tables.keys import bucket
+
+_CHUNK_ROWS = 1 << 17
+"""Number of rows that are read while the lock is held."""
+_SORTED_ROWS = 1 << 18
+"""Number of rows that are sorted at once."""
+
+
+class IndexSnapshot:
+    """The rows of an index at the moment at which the snapshot is made.
+
+    Args:
+        index: index that counts keys by bucket, and of which no other snapshot is open.
+    """
+
+    def __init__(self, index: HashIndex) -> None:
+        assert index.before_change is None, "an index has one snapshot at a time"
+        self._index = index
+        self._rows = index.rows
+        self.counts = index.bucket_counts.clone()
+        """Number of keys of each bucket: int64 [buckets]."""
+        self._lock = threading.Lock()
+        self._kept = KeptRows(self._rows, [torch.int64, torch.int64, torch.uint8])
+        index.before_change = self._keep
+
+    def close(self) -> None:
+        """Keep no more rows."""
+        self._index.before_change = None
+
+    def _keep(self, rows: np.ndarray) -> None:
+        with self._lock:
+            old = torch.from_numpy(rows[rows < self._rows])
+            old = old[self._kept.lacks(old)]
+            if old.numel():
+                self._kept.keep(old, self._live(old))
+
+    def _live(self, rows: Tensor | slice) -> list[Tensor]:
+        return [column[rows] for column in self._index.columns]
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and scores of rows: [n] -> [n], [n]."""
+        with self._lock:
+            live = self._live(rows)
+            self._kept.put(rows, live)
+        return live[0], live[1]
+
+    def order(self, wanted: Tensor) -> Tensor:
+        """Return the rows of the snapshot in the order of (bucket, key): int32 or int64 [M].
+
+        Args:
+            wanted: mask of the buckets whose rows are returned, bool [buckets].
+        """
+        counts = torch.where(wanted, self.counts, 0)
+        ends = counts.cumsum(0)
+        small = self._rows < 1 << 31
+        order = torch.empty(int(ends[-1]), dtype=torch.int32 if small else torch.int64)
+        next_place = ends - counts
+        for start in range(0, self._rows, _CHUNK_ROWS):
+            rows = torch.arange(start, min(start + _CHUNK_ROWS, self._rows))
+            with self._lock:
+                keys, _, state = live = [
+                    column.clone() for column in self._live(slice(start, int(rows[-1]) + 1))
+                ]
+                self._kept.put(rows, live)
+            self._place(rows, keys, state, wanted, order, next_place)
+        start = 0
+        for stop in _parts(ends):
+            rows = order[start:stop].long()
+            keys, _ = self.read(rows)
+            by_key = keys.argsort()
+            by_bucket = bucket(keys[by_key], counts.numel()).argsort(stable=True)
+            order[start:stop] = rows[by_key[by_bucket]].to(order.dtype)
+            start = stop
+        return order
+
+    @staticmethod
+    def _place(
+        rows: Tensor, keys: Tensor, state: Tensor, wanted: Tensor, order: Tensor, next_place: Tensor
+    ) -> None:
+        """Write rows of the snapshot behind the rows of their buckets that were written before."""
+        buckets = bucket(keys, wanted.numel())
+        which = ((state != 0) & wanted[buckets]).nonzero()[:, 0]
+        buckets = buckets[which]
+        by_bucket = buckets.argsort(stable=True)
+        buckets = buckets[by_bucket]
+        counts = torch.bincount(buckets, minlength=wanted.numel())
+        firsts = counts.cumsum(0) - counts
+        places = next_place[buckets] + torch.arange(buckets.numel()) - firsts[buckets]
+        order[places] = rows[which[by_bucket]].to(order.dtype)
+        next_place += counts
+
+
+def _parts(ends: Tensor) -> list[int]:
+    """Return the ends of stretches of whole buckets with about ``_SORTED_ROWS`` rows each."""
+    found: list[int] = []
+    start = last = 0
+    for end in ends.tolist():
+        if last > start and end - start > _SORTED_ROWS:
+            found.append(last)
+            start = last
+        last = end
+    return [*found, last] if last > start else found
