@@ -132,7 +132,7 @@ def test_a_click_through_model_has_columns_of_its_own(tmp_path: Path) -> None:
         for record in records:
             metrics.write(record)
     assert read(path) == records
-    assert path.read_text().splitlines()[2].endswith(",10,12,2,,,,,,,,,,,,,,")
+    assert path.read_text().splitlines()[2].endswith(",10,12,2" + "," * 18)
     assert [record.validation for record in records] == [None, 0.45]
     with closing(MetricsFile(path, 1, ClickRecord)):
         assert read(path) == records[:1]
