@@ -11,7 +11,6 @@ Lines of JSON on stdin and stdout; what a library prints goes to stderr, which t
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import gc
 import json
@@ -28,7 +27,7 @@ import beside  # noqa: F401
 import torch
 import torch.distributed as dist
 from contender import Case, Contender, Running, part
-from measure import give_back_free_memory, sent_bytes
+from measure import give_back_free_memory, keep_freed_memory, sent_bytes
 
 OWN_HEAP = "BENCH_OWN_HEAP"
 """Variable of the environment with which each contender's heap is as users have it (``run.py --own-heap``)."""
@@ -52,7 +51,7 @@ class Rank:
         """Everything before the model: what this costs is not the contender's."""
         torch.set_num_threads(1)
         if OWN_HEAP not in os.environ:
-            _keep_freed_memory()
+            keep_freed_memory()
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         if self.case.ranks > 1:
@@ -108,19 +107,6 @@ class Rank:
 
 def _page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's names for them
-
-
-def _keep_freed_memory() -> None:
-    """glibc hands freed blocks of megabytes back and takes zeroed pages for the next, in every step or in none, by the
-    accident of what lies at the end of the heap. That is no property of a contender: here all keep what they freed,
-    as with the allocators that one preloads for training on CPUs."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_TRIM_THRESHOLD, 1 << 30)
-        mallopt(_MMAP_THRESHOLD, 1 << 30)
 
 
 def main() -> None:
