@@ -71,6 +71,18 @@ def _delayed(name: str, delay: int, recompute: str = "none") -> Contender:
     )
 
 
+def _default_cut(schedule: str, recompute: str = "none") -> Contender:
+    """``schedule`` whose stages are cut by parameters, as without a partition in the configuration.
+
+    The others have the uniform cut that torch's have. In a V it gives the embedding, the head and half of the blocks
+    to rank 0.
+    """
+    word = "" if recompute == "none" else "-recompute"
+    options = {"schedule": schedule, "recompute": recompute, "kind": "pipeline", "transport": "shared_memory"}
+    name = f"shardwise-{schedule}-4-shm-parameters{word}"
+    return _ours(name, f"{schedule}{word}, 4", 4, **options, partition="parameters")
+
+
 def _pipeline(schedule: str, microbatches: int, recompute: str = "none") -> list[Contender]:
     word = "" if recompute == "none" else "-recompute"
     case = f"{schedule}{word}, {microbatches}"
@@ -96,6 +108,7 @@ CONTENDERS: list[Contender] = [
     *(row for schedule in RECOMPUTED for row in _pipeline(schedule, 4, "full")),
     _delayed("near", 0),
     _delayed("far", 1, "full"),
+    *(_default_cut(schedule, recompute) for schedule in ("1f1b", "zb_v") for recompute in ("none", "full")),
 ]
 
 

@@ -65,6 +65,7 @@ def _parallel(row: Contender, work: Workload) -> dict[str, Any]:
     if row.options["kind"] == "tensor":
         return {"mesh": {"tp": row.ranks}, "tensor": {"sequence_parallel": row.options["sequence"] == "yes"}}
     virtual_stages = INTERLEAVE[row.options["schedule"]]
+    uniform = [f"blocks.{i}" for i in starts(work, row.ranks * virtual_stages)[1:]]
     return {
         "mesh": {"pp": row.ranks},
         "recompute": row.options["recompute"],
@@ -73,6 +74,6 @@ def _parallel(row: Contender, work: Workload) -> dict[str, Any]:
             "schedule": row.options["schedule"],
             "virtual_stages": virtual_stages,
             "wgrad_delay": int(row.options["wgrad_delay"]) if "wgrad_delay" in row.options else None,
-            "partition": [f"blocks.{i}" for i in starts(work, row.ranks * virtual_stages)[1:]],
+            "partition": row.options.get("partition", uniform),
         },
     }
