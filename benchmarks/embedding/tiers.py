@@ -125,6 +125,7 @@ def longest(options: argparse.Namespace) -> None:
             batches = batches_of(options.rows, options.cached // 2, options.hits, 500, start)
             seconds += seconds_of(engine, batches)
             engine.save(saved)
+        engine.wait_for_save()
     steady = seconds[20:]
     median = statistics.median(steady)
     print(f"{len(steady)} steps: median {median * 1e3:.1f} ms, longest {max(steady) / median:.2f} times that")
