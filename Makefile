@@ -30,10 +30,11 @@ install: $(READY)
 train: $(READY)
 	$(BIN)/shardwise train examples/gpt_stdlib.yaml --ranks 2 $(ARGS)
 
-# Two halves run side by side, because most tests wait for processes that they start. These import compiled files, also
-# where the environment forbids Python to write them: a process then starts in two thirds of the time.
+# Two halves run side by side, because most tests wait for processes that they start. Files begin in the order of
+# tests/everyday.py, the longest first. The processes import compiled files, also where the environment forbids Python to
+# write them: a process then starts in two thirds of the time.
 test: lint types walls
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.engine.plain import TRUTHS
-from tests.everyday import is_moved
+from tests.everyday import is_moved, place_in_run
 from tests.ranks import RankPool
 
 # The same examples in every run, and none that fails because the machine was busy.
@@ -55,14 +55,25 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[[int], RankPool]]
         pool.close()
 
 
-def pytest_collection_finish() -> None:
-    """Take what was collected out of the garbage collector's sight.
+def out_of_sight() -> None:
+    """Take what lives out of the garbage collector's sight.
 
     Tests and the engines that they close collect often. Each collection would walk the millions of objects of eighteen
-    thousand tests, in this process and in every fork of it.
+    thousand tests, of the modules that tests have imported and of what these keep, in this process and in every fork.
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Begin with all that was collected."""
+    out_of_sight()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _out_of_sight() -> None:
+    """Add what the module before this one has left: what it keeps for itself is garbage to nobody."""
+    out_of_sight()
 
 
 def pytest_sessionfinish() -> None:
@@ -91,10 +102,11 @@ _WITHOUT_LATE = ("test_foresee.py", "test_outside.py")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: Any, items: list[pytest.Item]) -> None:
-    """``soak`` runs only when asked for by name; ``gpu`` only where there is one.
+    """``soak`` runs only when asked for by name; ``gpu`` only where there is one. The longest files come first.
 
     This hook comes first, so that ``-m soak`` selects the rows of tests/everyday.py too.
     """
+    items.sort(key=place_in_run)
     wanted = config.getoption("-m") or ""
     for item in items:
         if is_moved(item):

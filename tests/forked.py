@@ -5,8 +5,11 @@ what a command does put ``run`` in the place of ``shardwise.launch.starting.run`
 is shown by tests/launch, and by the runs of tests/cli and of tests/test_examples.py that start them for good.
 """
 
+import atexit
+import logging
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -43,17 +46,53 @@ def python(words: list[str]) -> None:
     assert run(program, 1) == 0, words
 
 
+def script(text: str, said: Path) -> int:
+    """Run a program as ``python -c TEXT`` does, to its exit functions, and return its code; its words go to ``said``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = 1
+    try:
+        _write_to(said)
+        atexit._clear()
+        logging.root.handlers.clear()  # pytest's: without one, torch and this package write to the stream of errors
+        exec(compile(text, "<script>", "exec"), {"__name__": "__main__"})
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _write_to(file: Path) -> None:
+    """Send what this process prints to ``file``, and begin with the warnings of a new process."""
+    descriptor = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    _new_streams()
+
+
+def _new_streams() -> None:
+    """Forget the streams and the filters of pytest, which a new process has not."""
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    warnings.resetwarnings()
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
+
+
 def _be_rank(program: RankProgram, logs: Path | None) -> int:
     rank = int(os.environ["RANK"])
     if logs is not None and rank:
         logs.mkdir(parents=True, exist_ok=True)
-        log = os.open(logs / f"rank_{rank:05d}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-    # As in a new process, where pytest's streams and filters are not.
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
-    warnings.resetwarnings()
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
+        _write_to(logs / f"rank_{rank:05d}.log")
+    else:
+        _new_streams()
     try:
         child._run(program.kind, program.name, list(program.arguments))
     except SystemExit as end:

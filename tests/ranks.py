@@ -1,10 +1,12 @@
 """Rank processes for tests: started once, as forks of a server that has torch already, then fed calls over pipes."""
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -160,7 +162,11 @@ def _serve(
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            function: Any = importlib.import_module(module)
+            if module not in sys.modules:
+                importlib.import_module(module)
+                gc.collect()
+                gc.freeze()  # tests and engines collect often, and would walk all modules each time
+            function: Any = sys.modules[module]
             for part in name.split("."):
                 function = getattr(function, part)
             torch.manual_seed(0)  # whatever ran before: alone and among many, a test draws the same

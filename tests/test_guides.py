@@ -65,7 +65,8 @@ PARTS = [
 KINDS = {"python", "python shown", "yaml", "bash", "bash shown", "text", ""}
 SHOWN = "<!-- shown, not run -->"
 SMALL = "train.steps=2 train.eval_every=0 train.sample_tokens=4 data.validation_samples=8 checkpoint.every=2"
-SMALL_TEXT = "model.layers=2 model.width=16 model.heads=2 model.context=16 data.pattern=ab*.py schedule.total_steps=100"
+SMALL_MODEL = "model.layers=2 model.width=16 model.heads=2 model.context=16"
+SMALL_TEXT = f"{SMALL_MODEL} data.pattern=ab*.py schedule.total_steps=100"
 SMALL_CLICKS = "data.synthetic.samples=4000 data.synthetic.validation_samples=200 batch.global_size=256"
 SMALL_CLICKS += " schedule.total_steps=100"
 
@@ -73,10 +74,13 @@ SMALL_CLICKS += " schedule.total_steps=100"
 def small(words: list[str]) -> list[str]:
     """``shardwise train ...`` for a few steps of a small model, which takes what the page sets last.
 
-    ``shardwise verify`` gets a layout of two ranks; the soak runs the layout that README shows.
+    ``shardwise verify`` gets a layout of two ranks; the soak runs the layout that README shows. ``shardwise plan
+    --measure`` runs steps of the small model.
     """
     if words[1] == "verify":
         return ["tp=2" if word.count("=2") == 3 else word for word in words]
+    if words[1] == "plan" and "--measure" in words:
+        return [*words, *(part for each in SMALL_MODEL.split() for part in ("--set", each))]
     if words[1] != "train":
         return words
     text = Path(words[2]).read_text() if words[2].endswith(".yaml") else words[2]

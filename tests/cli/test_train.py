@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import nn
 
-from shardwise.base.errors import CheckpointError, ConfigError, MismatchError, UsageError
+from shardwise.base.errors import CheckpointError, ConfigError, MismatchError, ShardwiseError, UsageError
 from shardwise.base.words import printable
 from shardwise.checkpoint.files import FileSystem
 from shardwise.cli.check import check
@@ -380,6 +380,12 @@ def test_two_ranks_stop_on_ctrl_c_and_one_goes_on(runs: Runs) -> None:
     assert [row.step for row in runs.rows()] == list(range(1, last + 3))
 
 
+def test_a_missing_text_is_named(runs: Runs) -> None:
+    with pytest.raises(ShardwiseError, match="/no/such/file"):
+        runs.train("data.source=/no/such/file")
+
+
+@pytest.mark.soak
 def test_a_missing_text_is_one_line_from_two_ranks(runs: Runs) -> None:
     done = subprocess.run(
         command(runs, "--set", "data.source=/no/such/file"), capture_output=True, text=True, timeout=120

@@ -78,7 +78,8 @@ def late(world: World, transport: str) -> str:
     group = group_of(world, transport, timeout_s=1.0)
     group.clock.step = 12
     if group.index == 1:
-        time.sleep(2.5)
+        time.sleep(1.6)
+        return ""
     try:
         group.all_reduce(torch.ones(3), "Unit blocks.3").wait()
     except DeadlineError as error:

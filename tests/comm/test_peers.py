@@ -156,7 +156,7 @@ def late(world: World, transport: str) -> str:
     peers = peers_of(world, transport, timeout_s=1.0)
     peers.group.clock.step = 7
     if world.rank == 1:
-        time.sleep(2.5)
+        time.sleep(1.6)
         return ""
     try:
         peers.receive(1, "gradient of stage 0, microbatch 2")

@@ -1,7 +1,5 @@
 """What programs around DeepSpeed do at stage 3: generate by parts, read parameters' attributes, take hooks away."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from torch import nn
 import shardwise.deepspeed as deepspeed
 from shardwise.base.errors import UsageError
 from shardwise.comm.world import World
+from tests import forked
 from tests.ranks import RankPool
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -202,14 +201,13 @@ def test_an_mpu_that_says_what_the_configuration_says(ranks: Callable[[int], Ran
     assert all("leave mpu out" in told for told in ranks(2).run(beside_an_mpu))
 
 
-def test_a_folder_of_checkpoints_has_its_script(tmp_path: Path) -> None:
+def test_a_folder_of_checkpoints_has_its_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     engine, *_ = deepspeed.initialize(model=model, config=keys(2))
     engine.save_checkpoint(tmp_path)
     engine.destroy()
-    command = [sys.executable, "zero_to_fp32.py", ".", "out", "--safe_serialization"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    forked.python(["zero_to_fp32.py", ".", "out", "--safe_serialization"])
     from safetensors.torch import load_file
 
     torch.testing.assert_close(load_file(tmp_path / "out" / "model.safetensors"), dict(model.state_dict()))

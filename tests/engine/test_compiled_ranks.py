@@ -53,7 +53,11 @@ def measured(world: Any, layouts: list[Any]) -> list[tuple[float, dict[str, int]
     return found
 
 
-@pytest.mark.parametrize("layouts", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "layouts",
+    [DENSE[1:], pytest.param(DENSE, marks=pytest.mark.soak), pytest.param(EXPERTS, marks=pytest.mark.soak)],
+    ids=["in pieces", "dense", "experts"],
+)
 def test_a_block_is_one_graph_and_equals_one_process(ranks: Any, layouts: list[Any]) -> None:
     results = ranks(2).run(measured, layouts, timeout_s=600.0)
     for by_layout in zip(layouts, *results, strict=True):

@@ -21,6 +21,7 @@ from shardwise.models.cache import KeyValueCache
 from shardwise.models.huggingface import config_of as config_of_export
 from tests.engine.conformance import Conformance, evaluation_departures
 from tests.engine.plain import Truth, once, train, worst
+from tests.everyday import chosen
 
 VOCABULARY, CLIP, SEQUENCES = 19, 0.5, 3
 OPTIMIZER = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95)}
@@ -248,11 +249,12 @@ EVERY = [
 
 
 @pytest.fixture(scope="module")
-def measured(ranks: Any) -> dict[Case, list[tuple[float, list[str]]]]:
-    """Figures of all cases by rank; one call for each number of ranks."""
+def measured(ranks: Any, request: pytest.FixtureRequest) -> dict[Case, list[tuple[float, list[str]]]]:
+    """Figures of the cases of this run by rank; one call for each number of ranks."""
     found = {}
-    for size in sorted({case.size for case in CASES}):
-        table = [case for case in CASES if case.size == size]
+    cases = [case for (case,) in chosen(request, "test_equals_each_document_by_itself", "case")]
+    for size in sorted({case.size for case in cases}):
+        table = [case for case in cases if case.size == size]
         by_rank = ranks(size).run(measure_all, table, timeout_s=250.0)
         found.update(dict(zip(table, zip(*by_rank, strict=True), strict=True)))
     return found

@@ -35,6 +35,7 @@ from tests.engine.conformance import Conformance, evaluation_departures
 from tests.engine.nets import Language, seeded
 from tests.engine.plain import Truth, once, train, worst
 from tests.engine.step.test_check import looking
+from tests.everyday import chosen
 
 SEQUENCES, CONTEXT, VOCABULARY, WIDTH, HIDDEN, EXPERTS = 8, 6, 13, 8, 4, 4
 OPTIMIZER = {"type": "adamw", "lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95)}
@@ -279,12 +280,13 @@ EVERY = [
 
 
 @pytest.fixture(scope="module")
-def measured(ranks: Any) -> Any:
-    """Figures of all layouts, worst over the ranks; one call per number of ranks."""
+def measured(ranks: Any, request: pytest.FixtureRequest) -> Any:
+    """Figures of the layouts of this run, worst over the ranks; one call per number of ranks."""
+    layouts = [layout for (layout,) in chosen(request, "test_equals_one_process", "layout")]
 
     @cache
     def get(size: int) -> dict[Layout, Figures]:
-        table = [layout for layout in PAIRS if layout.size == size]
+        table = [layout for layout in layouts if layout.size == size]
         by_rank = ranks(size).run(measure_all, table)
         return {
             layout: Figures(*(max(column) for column in zip(*rows, strict=True)))

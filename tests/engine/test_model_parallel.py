@@ -17,6 +17,7 @@ from shardwise.models import Gpt, GptPolicy
 from shardwise.parallel.pipeline.policy import FOLDED, SPLIT
 from tests.engine.conformance import Conformance, evaluation_departures
 from tests.engine.plain import Truth, once, train, worst
+from tests.everyday import chosen
 
 SEQUENCES, CONTEXT, VOCABULARY = 10, 12, 19
 CLIP = 0.5
@@ -227,6 +228,53 @@ def scheduled(pp: int, schedule: str, microbatches: int) -> Layout:
 
 
 LAYOUTS = [
+    Layout(),
+    Layout(tile=7, family="gpt2"),
+    # Slices of matrices and of sequences.
+    Layout(tp=2),
+    Layout(tp=2, sequence=False, kv_heads=2),
+    Layout(tp=2, tile=7, sequence=False, family="gpt2"),
+    # Pieces of samples, of tokens that they do not divide, and of a whole sequence.
+    Layout(tp=2, overlap=7, microbatches=2, recompute="full", family="gpt2"),
+    Layout(tp=2, overlap=4, microbatches=3, sequence=False, transport="torch"),
+    Layout(tp=3, heads=6, kv_heads=1, sequence=False),
+    Layout(tp=4, kv_heads=1, recompute="full"),
+    # Stages.
+    scheduled(2, "interleaved_1f1b", 5),
+    scheduled(2, "gpipe", 8),
+    scheduled(3, "1f1b", 2),
+    Layout(pp=2, microbatches=3, recompute="selective", family="gpt2", partition="parameters"),
+    Layout(pp=2, tile=5, microbatches=3, family="gpt2"),
+    # ZeRO.
+    Layout(dp=2, stage=0, microbatches=2, recompute="full"),
+    Layout(dp=2, stage=1, microbatches=2, recompute="selective"),
+    Layout(dp=2, stage=2, microbatches=2, recompute="full"),
+    Layout(dp=2, tile=1, microbatches=2, stage=3, recompute="full"),
+    # Several of these at a time.
+    Layout(dp=2, tp=2, overlap=5, microbatches=2, stage=3, recompute="selective", kv_heads=1),
+    Layout(pp=2, tp=2, microbatches=3, schedule="interleaved_1f1b", virtual_stages=2, kv_heads=1),
+    Layout(
+        pp=2, dp=2, stage=3, microbatches=4, schedule="interleaved_1f1b", virtual_stages=2, recompute="full"
+    ),
+    Layout(
+        2, 2, 2, microbatches=2, stage=3, schedule="interleaved_1f1b", virtual_stages=2, recompute="selective"
+    ),
+    # Sequences of 12 tokens in parts that are contiguous, zigzag, padded.
+    Layout(cp=2, family="gpt2", microbatches=3),
+    Layout(cp=2, tile=5),
+    Layout(cp=3, context="ring", kv_heads=1, stage=2, microbatches=3),
+    Layout(cp=2, tp=2, context="ring", sequence=False, recompute="full"),
+    Layout(cp=2, pp=2, microbatches=3, schedule="interleaved_1f1b", virtual_stages=2, recompute="full"),
+    # Heads that do not divide: 2, 2, 1 and 1 of 6, whose key heads some ranks share.
+    Layout(cp=4, context="ulysses", heads=6, kv_heads=2, stage=3, recompute="selective"),
+    Layout(cp=2, dp=2, replicate=2, stage=3, microbatches=2, context="planned"),
+    # Stages in a V, with ties between the first and the last, and backward passes in two parts.
+    Layout(pp=2, microbatches=1, schedule="dualpipe_v", family="gpt2"),
+    Layout(pp=2, microbatches=3, schedule="zb_v"),
+    Layout(pp=2, dp=2, stage=3, microbatches=3, schedule="zb_h1", reshard_after_forward=False),
+]
+"""Every value of every axis, and each technique beside the one that it shares the most with."""
+PAIRS = [
     *(Layout(family=family, kv_heads=kv_heads) for family, kv_heads in FAMILIES),
     *(
         Layout(tp=2, sequence=sequence, family=family, kv_heads=kv_heads)
@@ -394,17 +442,18 @@ PRODUCTS = [
         for stage in range(4)
     ),
 ]
-EVERY = [each for each in dict.fromkeys(PRODUCTS) if each not in LAYOUTS]
-"""The rest of the products, in the soak."""
+EVERY = [each for each in dict.fromkeys([*PAIRS, *PRODUCTS]) if each not in LAYOUTS]
+"""The rest of the pairs and of the products, in the soak."""
 
 
 @pytest.fixture(scope="module")
-def measured(ranks: Any) -> Any:
-    """Figures of all layouts, worst over the ranks; one call per number of ranks."""
+def measured(ranks: Any, request: pytest.FixtureRequest) -> Any:
+    """Figures of the layouts of this run, worst over the ranks; one call per number of ranks."""
+    layouts = [layout for (layout,) in chosen(request, "test_equals_one_process", "layout")]
 
     @cache
     def get(size: int) -> dict[Layout, Figures]:
-        table = [layout for layout in LAYOUTS if layout.size == size]
+        table = [layout for layout in layouts if layout.size == size]
         by_rank = ranks(size).run(measure_all, table, timeout_s=250.0)
         return {
             layout: Figures(*(max(column) for column in zip(*rows, strict=True)))

@@ -86,15 +86,24 @@ for _ in range(3000):  # until init has reaped it
 else:
     raise SystemExit("what a rank started is left")
 
-signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-# Again, where the first one comes while Python forks: it drops what its own callbacks raise then.
-signal.setitimer(signal.ITIMER_REAL, 1.0, 10.0)
-began = time.monotonic()
+
+notebook = os.getpid()
+
+
+def interrupts():
+    # Again, where the first one comes while Python forks: it drops what its own callbacks raise then.
+    for wait_s in (0.5, 10.0, 10.0, 10.0):
+        time.sleep(wait_s)
+        if int(os.environ["RANK"]) == 1:
+            os.kill(notebook, signal.SIGINT)
+
+
 try:
-    shardwise.launch(lambda: time.sleep(60))
+    shardwise.launch(interrupts, ranks=2)
 except KeyboardInterrupt:
     pass
-signal.setitimer(signal.ITIMER_REAL, 0.0)
+else:
+    raise SystemExit("Ctrl-C did not end the launch")
 assert left() == [], left()
 print("every cell ran")
 '''

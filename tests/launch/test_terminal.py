@@ -13,7 +13,7 @@ import sys
 from shardwise.launch.terminal import lasting_console, open_standard_streams
 open_standard_streams()
 console = lasting_console()
-for number in range(20_000):
+for number in range(8_000):
     console.print("line", number)
 sys.stderr.write("done")
 """

@@ -261,7 +261,10 @@ class Checkpoints:
         def fail() -> None:
             raise error
 
-        coordinator.gather("specs", fail)
+        try:
+            coordinator.gather("specs", fail)
+        finally:
+            coordinator.end()
 
     def _save(self, coordinator: CheckpointCoordinator, contents: StepContents) -> None:
         try:

@@ -1,8 +1,7 @@
 """Errors of a forward pass name module and batch; microbatches without a step are told of."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.base.errors import UsageError
 from shardwise.comm.world import World
+from tests import forked
 from tests.engine.nets import seeded
 
 
@@ -64,7 +64,7 @@ for _ in range(3):
 """
 
 
-def test_an_exit_tells_of_it_too() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "exit: 1 microbatch was never stepped: 3 backward passes" in done.stderr + done.stdout
+def test_an_exit_tells_of_it_too(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    assert forked.script(SCRIPT, said) == 0, said.read_text()
+    assert "exit: 1 microbatch was never stepped: 3 backward passes" in said.read_text()

@@ -135,10 +135,12 @@ def truth(kind: str, loss: str, length: int) -> tuple[float, dict[str, Tensor]]:
     return float(found.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def wrong(world: World, sequence: bool, length: int) -> list[tuple[str, str, float, float, float]]:
+def wrong(
+    world: World, sequence: bool, length: int, every: int
+) -> list[tuple[str, str, float, float, float]]:
     """Return the relative errors of loss, gradients (the worst parameter) and loss without gradients, by case."""
     found = []
-    for kind, loss in CASES:
+    for kind, loss in CASES[::every]:
         config = {
             "mesh": {"tp": world.size},
             "tensor": {"sequence_parallel": sequence},
@@ -163,10 +165,18 @@ def wrong(world: World, sequence: bool, length: int) -> list[tuple[str, str, flo
 
 
 @pytest.mark.parametrize(
-    ("sequence", "length"), [(True, 8), (True, 7), (False, 8)], ids=["cut", "whole pass", "no sequence"]
+    ("sequence", "length", "every"),
+    [
+        (True, 8, 1),
+        (True, 7, 4),
+        (False, 8, 4),
+        pytest.param(True, 7, 1, marks=pytest.mark.soak),
+        pytest.param(False, 8, 1, marks=pytest.mark.soak),
+    ],
+    ids=["cut", "whole pass", "no sequence", "every whole pass", "every one without a sequence"],
 )
-def test_losses_on_what_a_model_returns(ranks: Any, sequence: bool, length: int) -> None:
-    for found in ranks(2).run(wrong, sequence, length):
+def test_losses_on_what_a_model_returns(ranks: Any, sequence: bool, length: int, every: int) -> None:
+    for found in ranks(2).run(wrong, sequence, length, every):
         for kind, loss, of_loss, of_gradients, without in found:
             assert max(of_loss, of_gradients, without) <= 1e-10, (kind, loss, of_loss, of_gradients, without)
 
