@@ -95,8 +95,8 @@ MOVED: dict[str, Sequence[str] | None] = {
     "cli/test_train.py::test_the_last_save_of_a_run_is_tried_twice_and_must_succeed": ("in front",),
     "cli/test_trainer.py::test_a_cut_model_trains_writes_and_goes_on_as_a_whole_one": (
         "4-3-{'mesh': {'dp': 2, 'tp': 2}, 'recompute': 'full'}",
-        "2-0-{'mesh': {'pp': 2}, 'pipeline': {'schedule': 'interleaved_1f1b', 'virtual_stages': 2}}",
         "2-0-{'mesh': {'tp': 2}}",
+        "4-3-{'mesh': {'pp': 2, 'dp': 2}}",
     ),
     "cli/test_trainer.py::test_two_ranks_train_and_write_as_one_does": ("0",),
     "comm/test_launch_order.py::test_calls_of_all_ranks_fit_one_order": ("interleaved",),
@@ -299,6 +299,7 @@ MOVED: dict[str, Sequence[str] | None] = {
         "pp2-tp2-microbatches2-scheduleinterleaved_1f1b-virtual_stages2-gpt2-fp16",
     ),
     "engine/test_many_engines.py::test_twenty_engines_with_overlapping_lives": ("4",),
+    "engine/test_microbatches.py::test_gradients_are_the_plain_loops": ("4",),
     "engine/test_offload.py::test_gradients_leave_between_microbatches": ("2-cases1",),
     "engine/test_offload.py::test_ranks_have_the_same_bits": (
         "2-cases0",
@@ -309,7 +310,6 @@ MOVED: dict[str, Sequence[str] | None] = {
         "9-ENOSPC save",
         "4-EIO write",
     ),
-    "engine/test_schedulers.py::test_weights_are_those_of_plain_torch": ("1",),
     "engine/test_second_engine.py::test_a_dropped_engine_is_collected": ALL,
     "engine/test_second_engine.py::test_a_fork_after_engines_on_gloo": ALL,
     "engine/test_second_engine.py::test_an_engine_after_another_one": ("gloo",),

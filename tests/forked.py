@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ def python(words: list[str]) -> None:
     else:
         program = RankProgram("script", words[0], tuple(words[1:]))
     assert run(program, 1) == 0, words
+
+
+def ranks(who: str, module: str, arguments: Sequence[str], count: int, *_: Any) -> None:
+    """As ``shardwise.simulate.calibration.run_ranks``; a failure of a rank is raised with its traceback."""
+    assert run(RankProgram("module", module, tuple(arguments)), count) == 0, who
 
 
 def script(text: str, said: Path) -> int:

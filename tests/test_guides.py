@@ -278,6 +278,7 @@ def run_blocks(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Run all blocks of a page in `folder`, in this process and its forks, which have torch already."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr("shardwise.launch.starting.run", forked.run)
+    monkeypatch.setattr("shardwise.cli.outlook.measured.run_ranks", forked.ranks)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
