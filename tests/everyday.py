@@ -381,7 +381,6 @@ MOVED: dict[str, Sequence[str] | None] = {
         "averaged over tp",
         "second moments forgotten",
     ),
-
 }
 """By test, the ids of its rows, or the beginnings of ids that hold more than a layout."""
 

@@ -154,6 +154,7 @@ def _serve(
     if backend == "strict":
         strict.register(dist.FileStore(f"{store}.strict", size), torch.device(device).type)
     files = dist.FileStore(store, size)
+    gc.freeze()  # what the server of forks has imported: see below
     policy = CommPolicy(join_timeout_s=60, device=device)
     world = join(rank, size, store=files, backend=backend, quiet=True, policy=policy)
     while True:

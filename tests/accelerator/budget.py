@@ -404,9 +404,9 @@ def measure_all(_world: Any, names: Sequence[str]) -> dict[str, tuple[Budget, li
     return {name: measure(name) for name in names}
 
 
-def measure_blocks(_world: Any) -> dict[str, float]:
+def measure_blocks(_world: Any, names: Sequence[str] = tuple(BLOCK_ROWS)) -> dict[str, float]:
     """In a process of its own."""
-    return {name: per_block(name) for name in BLOCK_ROWS}
+    return {name: per_block(name) for name in names}
 
 
 # The page -----------------------------------------------------------------------------------------------------------

@@ -93,7 +93,9 @@ def formula(case: Case, size: int, trained: int, frozen: int) -> int:
     return moved * (n - 1) // n + 2 * (trained // n) * (m - 1) // m
 
 
-@pytest.mark.parametrize(("size", "every"), [(2, True), (4, False), pytest.param(4, True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("size", "every"), [(2, True), (4, False), pytest.param(4, True, marks=pytest.mark.soak)]
+)
 def test_elements_sent(ranks: Any, size: int, every: bool) -> None:
     transports = ("auto", "torch") if every else ("auto",)
     cases = [Case(stage, a, transport=t) for stage in range(4) for a in (1, 3) for t in transports]
