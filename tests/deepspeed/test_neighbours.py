@@ -207,7 +207,9 @@ def test_a_folder_of_checkpoints_has_its_script(tmp_path: Path, monkeypatch: pyt
     engine.save_checkpoint(tmp_path)
     engine.destroy()
     monkeypatch.chdir(tmp_path)
-    forked.python(["zero_to_fp32.py", ".", "out", "--safe_serialization"])
+    run = 'import runpy, sys; sys.argv = ["zero_to_fp32.py", ".", "out", "--safe_serialization"]'
+    run += '; runpy.run_path("zero_to_fp32.py", run_name="__main__")'
+    assert forked.script(run, tmp_path / "said") == 0, (tmp_path / "said").read_text()
     from safetensors.torch import load_file
 
     torch.testing.assert_close(load_file(tmp_path / "out" / "model.safetensors"), dict(model.state_dict()))
