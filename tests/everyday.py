@@ -403,8 +403,8 @@ BEGUN_FIRST = (
     "parallel/zero/test_windows.py",
     "accelerator/test_streams.py",
 )
-"""The files that take the longest. A file is run by one worker as a whole: one of these at the end would leave the other
-workers without work."""
+"""The files that take the longest. One worker runs a whole file: one of these at the end would leave the others without
+work."""
 
 
 def place_in_run(item: pytest.Item) -> int:

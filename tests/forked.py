@@ -53,7 +53,10 @@ def ranks(who: str, module: str, arguments: Sequence[str], count: int, *_: Any) 
 
 
 def script(text: str, said: Path) -> int:
-    """Run a program as ``python -c TEXT`` does, to its exit functions, and return its code; its words go to ``said``."""
+    """Run a program with its exit functions, as ``python -c TEXT`` does, and return its code.
+
+    What it prints goes to the file ``said``.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()

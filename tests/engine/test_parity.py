@@ -87,8 +87,8 @@ def on_two_hosts() -> list[Case]:
 def cases(size: int, every: bool = False) -> list[Case]:
     """Return the table for ``size`` ranks.
 
-    It has each two of layout, accumulation, optimizer, precision and transport, or ``every`` combination, which the soak
-    runs. Four ranks have copies and hosts beside these, and leave to two ranks what needs neither.
+    It has each two of layout, accumulation, optimizer, precision and transport, or ``every`` combination, which the
+    soak runs. Four ranks have copies and hosts beside these, and leave to two ranks what needs neither.
     """
     if size == 4 and not every:
         ways = ((1, "sgd", "auto"), (3, "adamw", "torch"))
