@@ -33,12 +33,14 @@ from dataclasses import dataclass, fields
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shardwise.base.errors import DamagedStateError
 from shardwise.kernels.tables.hash_index import HashIndex
 from shardwise.kernels.tables.unique import unique
+from shardwise.tiers.place_marks import PlaceMarks
 
 _BATCHES = 64
 """Part of the places, as a divisor, that is freed beyond what is needed when rows leave."""
@@ -110,31 +112,6 @@ class CacheFigures:
         return CacheFigures(**pairs)
 
 
-class _PlaceMarks:
-    """Marks of the places of a cache."""
-
-    BYTES = 20
-    """Bytes of the marks of one place."""
-
-    def __init__(self, places: int) -> None:
-        self.live = np.zeros(places, np.bool_)
-        """True if a row is at the place."""
-        self.dirty = np.zeros(places, np.bool_)
-        """True if the line differs from the one below."""
-        self.recent = np.zeros(places, np.bool_)
-        """True if the row was used since the hand of the clock last came."""
-        self.loading = np.zeros(places, np.bool_)
-        """True while ``read_ahead`` fills the place."""
-        self.held = np.full(places, -1, np.int64)
-        """Number of the last call of ``lend`` that returned the place."""
-        self.step = np.full(places, -1, np.int64)
-        """Step in which the row was, or is to be, used for learning."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.nbytes for each in vars(self).values())
-
-
 class RowCache(Generic[Memory]):
     """The rows in memory of one group of tables on one rank. See [Note: two threads on one cache].
 
@@ -166,7 +143,7 @@ class RowCache(Generic[Memory]):
         self._to_compact = 0
         """Rows written since the tier below was last compacted."""
         self._index = HashIndex(places, places)
-        self._marks = _PlaceMarks(places)
+        self._marks = PlaceMarks(places)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -189,22 +166,20 @@ class RowCache(Generic[Memory]):
         with self._changed:
             self._call += 1
             places, absent = self._with_room(rows)
-            self._figures.hits += rows.numel() - int(absent.sum())
-            again = places[~absent].numpy()
-            # A row is used again only in another step than that for which it came.
-            self._marks.recent[again] |= self._marks.step[again] != self._step
-            if bool(absent.any()):
-                missing = unique(rows[absent]).keys
+            missed = int(np.count_nonzero(absent))
+            self._figures.hits += rows.numel() - missed
+            step, at = self._step, places.numpy()
+            again = at if not missed else at[~absent]
+            self._marks.use(again, step, changes=changes, learns=learns, is_new=False)
+            if missed:
+                some = rows[torch.from_numpy(absent)]
+                missing = unique(some).keys
                 self._figures.misses += missing.numel()
                 with self._stalls():
                     self._bring(missing)
-                places[absent] = self._index.find(rows[absent])
-            at = places.numpy()
-            self._marks.held[at] = self._call
-            if changes:
-                self._marks.dirty[at] = True
-            if learns:
-                self._marks.step[at] = self._step
+                at[absent] = self._index.find(some).numpy()
+                self._marks.use(at[absent], step, changes=changes, learns=learns, is_new=True)
+                self._marks.held[at[absent]] = self._call
             return places
 
     def begin(self, rows: Tensor) -> Tensor:
@@ -212,20 +187,20 @@ class RowCache(Generic[Memory]):
         with self._changed:
             self._call += 1
             places, absent = self._with_room(rows)
-            if bool(absent.any()):
-                places[absent] = self._seated(rows[absent])
             at = places.numpy()
+            if absent.any():
+                at[absent] = self._seated(rows[torch.from_numpy(absent)]).numpy()
             self._marks.held[at] = self._call
             self._marks.dirty[at] = True
             self._marks.step[at] = self._step
             return places
 
-    def _with_room(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _with_room(self, rows: Tensor) -> tuple[Tensor, npt.NDArray[np.bool_]]:
         """Return the places of rows and a mask of those that are not in memory, when there is room for these."""
         while True:
             places = self._settled(rows)
-            absent = places < 0
-            count = len(unique(rows[absent]).keys) if bool(absent.any()) else 0
+            absent = places.numpy() < 0
+            count = len(unique(rows[torch.from_numpy(absent)]).keys) if absent.any() else 0
             if self._make_room(count):
                 return places, absent
 
@@ -234,16 +209,12 @@ class RowCache(Generic[Memory]):
 
         The places are held from now on.
         """
-        places = self._index.find(rows)
         while True:
-            at = places.numpy()
-            at = at[at >= 0]
-            if not self._marks.loading[at].any():
-                self._marks.held[at] = self._call
+            places = self._index.find(rows)
+            if self._marks.hold(places.numpy(), self._call):
                 return places
             with self._stalls():
                 self._changed.wait()
-            places = self._index.find(rows)
 
     def _bring(self, rows: Tensor) -> None:
         """Bring distinct rows that are not in memory into free places."""
@@ -461,4 +432,4 @@ class RowCache(Generic[Memory]):
 
 def bytes_beside(places: int) -> int:
     """Return the bytes of the index and the marks of a cache of ``places`` rows, without its lines and its window."""
-    return _PlaceMarks.BYTES * places + HashIndex.bytes_for(places)
+    return PlaceMarks.BYTES * places + HashIndex.bytes_for(places)
