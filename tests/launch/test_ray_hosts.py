@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.comm.rendezvous.besieged import SECRET, check_strangers
 from tests.launch.curves import CURVES, TRAIN, check_curve, curve_alone
+from tests.launch.cuts import (
+    DrawnCut,
+    DrawnFailure,
+    check_failure,
+    drawn_failures,
+    popen,
+    seconds_until_gone,
+)
 from tests.launch.test_ssh_hosts import HOSTILE, PROGRAM
 from tests.namespaces import NamespaceHost, namespaces
 
@@ -31,6 +40,10 @@ class RayCluster:
         for path in (*self.folder.glob("job.*"), *self.folder.glob("rank.*")):
             path.unlink()
         (self.folder / "program.py").write_text(text)
+        return self.launch(*words, ranks=ranks)
+
+    def launch(self, *words: str, ranks: int = 2) -> list[str]:
+        """Return the command that runs the program that was written."""
         launch = [sys.executable, "-m", "shardwise", "launch", "--launcher", "ray", "--ranks", str(ranks)]
         address = f"--launcher_args=--address {self.hosts[0].address}:6379"
         # On the second node, which is not Ray's head.
@@ -41,6 +54,10 @@ class RayCluster:
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=self.folder)
         assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
         return done.stdout + done.stderr
+
+    def begin(self) -> "subprocess.Popen[str]":
+        """Start the job of the program that was written."""
+        return popen(self.launch(), cwd=self.folder)
 
     def left_over(self) -> list[int]:
         return [pid for path in self.folder.glob("job.*") for pid in of_job(path.name.removeprefix("job."))]
@@ -103,6 +120,19 @@ def test_the_first_failure_of_another_node_is_shown_first(cluster: RayCluster) -
     assert "Traceback" in said and not cluster.left_over()
 
 
+def test_a_thousand_strangers_do_not_stop_a_job(
+    cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_SECRET", SECRET)
+    check_strangers(cluster.hosts, cluster.folder, lambda _: [cluster.begin()])
+
+
+@pytest.mark.parametrize("failure", drawn_failures(4, ["ray"]), ids=lambda each: each.kind)
+def test_a_drawn_failure_of_another_node_is_shown_first(cluster: RayCluster, failure: DrawnFailure) -> None:
+    name = cluster.hosts[1].address
+    print(f"{check_failure(cluster, failure, lambda _: cluster.begin(), name):.2f} s")
+
+
 def test_no_rank_outlives_the_launcher(cluster: RayCluster) -> None:
     command = cluster.command(PROGRAM + "time.sleep(600)\n")
     job = subprocess.Popen(command, cwd=cluster.folder, stderr=subprocess.PIPE)
@@ -123,3 +153,12 @@ def test_more_ranks_than_a_node_has_are_refused(cluster: RayCluster) -> None:
     since = time.monotonic()
     assert "asked 3, have 2" in cluster.run(PROGRAM, code=2, ranks=3)
     assert time.monotonic() - since < 15
+
+
+def test_no_rank_outlives_the_cable(cluster: RayCluster) -> None:
+    """The last test: Ray takes a node that was away for lost."""
+    cut = DrawnCut("ray", "cable", 0, signal.SIGKILL, "step", 0.5)
+    took = seconds_until_gone(
+        cluster, cut, lambda _: cluster.begin(), lambda cut, _: cluster.hosts[cut.host].cut()
+    )
+    print(f"gone after {took:.2f} s")

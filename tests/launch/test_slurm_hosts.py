@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.comm.rendezvous.besieged import SECRET, check_strangers
 from tests.launch.curves import CURVES, TRAIN, check_curve, curve_alone
+from tests.launch.cuts import (
+    DrawnCut,
+    DrawnFailure,
+    check_failure,
+    drawn_failures,
+    popen,
+    seconds_until_gone,
+)
 from tests.launch.test_ssh_hosts import HOSTILE, PROGRAM
 from tests.namespaces import NamespaceHost, namespaces
 
@@ -58,6 +67,10 @@ class SlurmCluster:
         for path in (*self.folder.glob("job.*"), *self.folder.glob("rank.*")):
             path.unlink()
         (self.folder / "program.py").write_text(text)
+        return self.command(*words, options=options)
+
+    def command(self, *words: str, options: tuple[str, ...] = ()) -> list[str]:
+        """Return the command that runs the program that was written."""
         allocation = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2"]
         launch = [sys.executable, "-m", "shardwise", "launch", "--launcher", "slurm", *options]
         return self.hosts[0].command(*allocation, *launch, str(self.folder / "program.py"), *words)
@@ -83,6 +96,10 @@ class SlurmCluster:
             assert job.poll() is None and time.monotonic() < end, job.communicate()
             time.sleep(0.02)
         return job
+
+    def begin(self, **more: str) -> "subprocess.Popen[str]":
+        """Start the job of the program that was written."""
+        return popen(self.command(), cwd=self.folder, env=self.environment | more)
 
     def left_over(self) -> list[int]:
         return [pid for path in self.folder.glob("job.*") for pid in of_job(path.name.removeprefix("job."))]
@@ -155,6 +172,17 @@ def test_the_first_failure_of_another_host_is_shown_first(cluster: SlurmCluster)
     assert not cluster.left_over()
 
 
+def test_a_thousand_strangers_do_not_stop_a_job(cluster: SlurmCluster) -> None:
+    check_strangers(cluster.hosts, cluster.folder, lambda _: [cluster.begin(SHARDWISE_SECRET=SECRET)])
+
+
+@pytest.mark.parametrize("failure", drawn_failures(4, ["slurm"]), ids=lambda each: each.kind)
+def test_a_drawn_failure_of_another_host_is_shown_first(
+    cluster: SlurmCluster, failure: DrawnFailure
+) -> None:
+    print(f"{check_failure(cluster, failure, lambda _: cluster.begin(), 'node2'):.2f} s")
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_rank_outlives_the_launcher(cluster: SlurmCluster, number: signal.Signals) -> None:
     text = PROGRAM + "(here / f'launcher.{rank}').touch()\ntime.sleep(600)\n"
@@ -208,3 +236,12 @@ def test_a_batch_script_saves_before_its_limit(cluster: SlurmCluster) -> None:
         state = cluster.call(cluster.hosts[0].command("scontrol", "show", "job", number)).stdout
         time.sleep(0.2)
     assert not cluster.left_over()
+
+
+def test_no_rank_outlives_the_cable(cluster: SlurmCluster) -> None:
+    """The last test: the controller has to find the node again."""
+    cut = DrawnCut("slurm", "cable", 1, signal.SIGKILL, "step", 0.5)
+    took = seconds_until_gone(
+        cluster, cut, lambda _: cluster.begin(), lambda cut, _: cluster.hosts[cut.host].cut()
+    )
+    print(f"gone after {took:.2f} s")

@@ -3,6 +3,7 @@
 By ssh alone, and by Open MPI and MPICH, which start their daemons by ssh.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.comm.rendezvous.besieged import SECRET, check_strangers
 from tests.launch.curves import CURVES, TRAIN, check_curve, curve_alone
+from tests.launch.cuts import (
+    DrawnCut,
+    check_failure,
+    drawn_cuts,
+    drawn_failures,
+    popen,
+    seconds_until_gone,
+)
 from tests.namespaces import NamespaceHost, namespaces
 
 from shardwise.launch.processes import of_job
@@ -85,12 +95,51 @@ class SshCluster:
         assert len(words) == 2, "one job's word a host"
         return [pid for word in words for pid in of_job(word)]
 
+    def begin(self, program: str, launcher: str) -> "subprocess.Popen[str]":
+        """Start the job of a program."""
+        return popen(self.command(program, launcher=launcher), cwd=self.folder)
+
+    def start_server(self, host: NamespaceHost) -> None:
+        """Start the ssh server of a host, once more if it has ended."""
+        server = host.start(
+            "/usr/sbin/sshd", "-D", "-e", "-f", f"{self.folder}/sshd{host.number}", stderr=subprocess.DEVNULL
+        )
+        self.servers[host.number - 1 : host.number] = [server]
+        time.sleep(0.5)
+        assert server.poll() is None
+
+    def lose(self, cut: DrawnCut, job: "subprocess.Popen[str]") -> None:
+        """Carry out a drawn cut."""
+        server = self.servers[cut.host]
+        if cut.way == "launcher":
+            job.send_signal(cut.number)
+        elif cut.way == "cable":
+            self.hosts[cut.host].cut()
+        else:
+            end = time.monotonic() + 20
+            while not (sessions := _below(server.pid)):
+                assert time.monotonic() < end, "no session of ssh has begun"
+                time.sleep(0.02)
+            for pid in (*([server.pid] if cut.way == "server" else []), *sessions):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, cut.number)
+            if cut.way == "server":
+                server.wait()
+                self.start_server(self.hosts[cut.host])
+
     def wait_until_gone(self, seconds: float) -> float:
         since = time.monotonic()
         while self.left_over():
             assert time.monotonic() < since + seconds, self.left_over()
             time.sleep(0.02)
         return time.monotonic() - since
+
+
+def _below(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have started, but for programs of users."""
+    children = subprocess.run(["pgrep", "-P", str(pid), "sshd"], capture_output=True, text=True)
+    found = [int(each) for each in children.stdout.split()]
+    return found + [below for each in found for below in _below(each)]
 
 
 ARGUMENTS = {
@@ -142,20 +191,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshCluster]:
         (folder / "addresses").write_text("".join(f"{host.address} slots=2\n" for host in hosts))
         (folder / "with_config").write_text(f'#!/bin/sh\nexec ssh -F {folder}/config "$@"\n')
         (folder / "with_config").chmod(0o755)
-        servers = []
-        for host in hosts:
-            path = folder / f"sshd{host.number}"
-            path.write_text(SERVER.format(folder=folder, address=host.address))
-            servers.append(
-                host.start("/usr/sbin/sshd", "-D", "-e", "-f", str(path), stderr=subprocess.DEVNULL)
-            )
+        made = SshCluster(hosts, folder, [])
         try:
-            for server in servers:
-                assert server.poll() is None
-            time.sleep(0.5)
-            yield SshCluster(hosts, folder, servers)
+            for host in hosts:
+                (folder / f"sshd{host.number}").write_text(
+                    SERVER.format(folder=folder, address=host.address)
+                )
+                made.start_server(host)
+            yield made
         finally:
-            for server in servers:
+            for server in made.servers:
                 server.terminate()
                 server.wait()
 
@@ -282,6 +327,47 @@ def test_no_rank_outlives_the_cable(cluster: SshCluster, launcher: str) -> None:
         assert job.returncode == 1 and "the connection to " in said and " is lost" in said
     finally:
         cluster.hosts[1].ip("link", "set", cluster.hosts[1].interface, "up")
+
+
+CUTS = {
+    "ssh": ("launcher", "session", "server", "cable"),
+    "openmpi": ("launcher", "cable"),
+    "mpich": ("launcher", "cable"),
+}
+"""What is lost, by back end. MPI's daemons do not end with the ssh sessions that have started them."""
+
+
+@pytest.mark.timeout(3600)
+def test_no_rank_outlives_fifty_drawn_cuts(cluster: SshCluster) -> None:
+    took: dict[str, list[float]] = {}
+    for cut in drawn_cuts(50, CUTS):
+        seconds = seconds_until_gone(
+            cluster, cut, lambda program, by=cut.launcher: cluster.begin(program, by), cluster.lose
+        )
+        print(f"{seconds:.2f} s: {cut}", flush=True)
+        took.setdefault(cut.way, []).append(seconds)
+    print({way: (len(each), max(each)) for way, each in took.items()})
+
+
+@pytest.mark.timeout(3600)
+def test_twenty_drawn_failures_of_another_host_are_shown_first(cluster: SshCluster) -> None:
+    took = []
+    for failure in drawn_failures(20, list(ARGUMENTS)):
+        name = "gpu2" if failure.launcher == "ssh" else cluster.hosts[1].address
+        seconds = check_failure(
+            cluster, failure, lambda program, by=failure.launcher: cluster.begin(program, by), name
+        )
+        print(f"{seconds:.2f} s: {failure}", flush=True)
+        took.append(seconds)
+    print(f"20 failures shown after at most {max(took):.1f} s")
+
+
+@LAUNCHERS
+def test_a_thousand_strangers_do_not_stop_a_job(
+    cluster: SshCluster, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_SECRET", SECRET)
+    check_strangers(cluster.hosts, cluster.folder, lambda program: [cluster.begin(program, launcher)])
 
 
 @LAUNCHERS

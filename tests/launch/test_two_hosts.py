@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.comm.rendezvous.besieged import SECRET, check_strangers
 from tests.launch.curves import CURVES, TRAIN, check_curve, curve_alone
 from tests.namespaces import NamespaceHost, namespaces
 
@@ -105,29 +106,37 @@ def _losses(text: str) -> list[float]:
 
 def _run(hosts: list[NamespaceHost], script: Path, *words: str, launcher: str = "") -> list[str]:
     """What two ranks on each host printed, by host."""
+    return _outputs(hosts, _commands(hosts, script, *words, launcher=launcher))
+
+
+def _commands(
+    hosts: list[NamespaceHost], script: Path, *words: str, launcher: str = ""
+) -> list[list[str]]:
+    """Return a command for each host that starts two ranks there."""
     launch = [sys.executable, "-m", "shardwise", "launch", "-n", "2", "--num_nodes", "2"]
     launch += ["--launcher", launcher] if launcher else []
-    return _outputs(
-        hosts,
-        [
-            [*launch, "--node_rank", str(number), "--master_addr", hosts[0].address, str(script), *words]
-            for number in range(len(hosts))
-        ],
-    )
+    return [
+        [*launch, "--node_rank", str(number), "--master_addr", hosts[0].address, str(script), *words]
+        for number in range(len(hosts))
+    ]
 
 
-def _outputs(hosts: list[NamespaceHost], commands: list[list[str]]) -> list[str]:
-    """What one command on each host printed."""
-    started = [
+def _started(hosts: list[NamespaceHost], commands: list[list[str]]) -> list["subprocess.Popen[str]"]:
+    return [
         host.start(
             *command,
-            env=os.environ | {"SHARDWISE_SECRET": "of both hosts"},
+            env=os.environ | {"SHARDWISE_SECRET": SECRET},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         for host, command in zip(hosts, commands, strict=True)
     ]
+
+
+def _outputs(hosts: list[NamespaceHost], commands: list[list[str]]) -> list[str]:
+    """What one command on each host printed."""
+    started = _started(hosts, commands)
     said = [process.communicate(timeout=240)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], said
     return said
@@ -151,6 +160,19 @@ def test_two_hosts_train_as_one_process(
     script.write_text(TRAIN)
     said = _run(hosts, script, json.dumps(config), launcher=launcher)
     check_curve("".join(said), curve_alone(script), crossing)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", ["", "torchrun"], ids=["ours", "torchrun"])
+def test_a_thousand_strangers_do_not_stop_a_job(
+    hosts: list[NamespaceHost], tmp_path: Path, launcher: str
+) -> None:
+    """At the gate; torchrun's own store listens on every interface, in a process that is not the job's."""
+    check_strangers(
+        hosts,
+        tmp_path,
+        lambda program: _started(hosts, _commands(hosts, Path(program), launcher=launcher)),
+    )
 
 
 @pytest.mark.soak

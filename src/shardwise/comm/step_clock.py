@@ -261,7 +261,7 @@ class StepClock:
 
         Args:
             rank: The rank.
-            phase: ``reading`` or ``computing``.
+            phase: ``reading``, ``computing`` or ``waiting``.
             words: Sentence on the rank.
         """
         if self.watch is not None:

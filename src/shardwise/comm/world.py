@@ -68,6 +68,7 @@ from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.transports import TorchTransport
 from shardwise.comm.two_levels import TwoLevels
+from shardwise.comm.watching.link_use import LinkMeter
 from shardwise.comm.watching.rings import remove_old
 from shardwise.comm.watching.watch import FlightFolder, Watchdog
 from shardwise.plan.exchange import Asked, GradientExchange
@@ -335,6 +336,13 @@ class World:
         """Let the records of this rank lie in ``folder``; called before the first engine is built."""
         if self.board.watch is not None:
             self.board.watch.record_in(folder)
+
+    def link_meter(self) -> LinkMeter | None:
+        """Return a meter of what this rank sends to other hosts; None if the ranks are on one host."""
+        if len(set(self.hosts)) == 1 or not self.addresses:
+            return None
+        own = self.hosts[self.rank]
+        return LinkMeter(each for number, each in enumerate(self.addresses) if number != own)
 
     def next_engine(self) -> int:
         """Return a number for an engine, the same on every rank that builds its engines in the same order."""

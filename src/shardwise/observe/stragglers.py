@@ -1,4 +1,4 @@
-"""Stragglers: a rank whose own work takes longer than that of ranks with the same work, named once, with its phase.
+"""Stragglers: a rank whose own work takes longer than that of ranks with the same work, or whose host has a slow cable.
 
     reading     waits for batches
     computing   passes and updates, without the waits inside
@@ -13,11 +13,17 @@ and r is slow once late(r) >= ``SLOW`` in at least ``_ENOUGH`` of the last ``_WI
 phase is the one in which r differs most. A single slow step (a collection of garbage, an evaluation of another process)
 is no straggler.
 
+All ranks of a collective wait until the slowest cable has done its part, so their waits are alike and do not tell whose
+cable it is. For each host h, whose ranks send to other hosts by one cable,
+
+    pace(h)  = seconds in which bytes of h were on their way / bytes that h sent        (comm/watching/link_use.py)
+    link(h)  = pace(h) / median over the other hosts of pace
+
+and h has a slow cable if link(h) is as large as late(r) above, where it costs at least ``_EXCHANGE`` of the step; in
+other steps it counts as 1. The phase is ``waiting``, and the rank is the one of h whose bytes were slowest.
+
 [Note: false alarms] With times that vary by 10 % and do not depend on the step before, one step is late by chance in
 about one of ten; ten of twelve are in one of 10^8. The test draws them.
-
-[Note: a slow link] All ranks of a collective wait until the slowest link has done its part: their waits are alike, and
-no sum of seconds tells whose link it is. The phase is then ``waiting``, and the rank the one that waited longest.
 
 Cost: one look at each rank and step; nothing is sent, because NORM brings the seconds (engine/parts/rank_phases.py).
 """
@@ -43,11 +49,25 @@ class RankWork(NamedTuple):
     reading: float
     computing: float
     waiting: float
+    sent_bytes: float = 0.0
+    """Bytes that the rank sent to other hosts."""
+    sending: float = 0.0
+    """Seconds in which such bytes were on their way."""
 
     @property
     def own(self) -> float:
         """Seconds of the rank's own work."""
         return self.reading + self.computing
+
+    @property
+    def whole(self) -> float:
+        """Seconds of the step."""
+        return self.own + self.waiting
+
+    @property
+    def pace(self) -> float:
+        """Seconds on the way for each byte that was sent; 0 without bytes."""
+        return self.sending / self.sent_bytes if self.sent_bytes else 0.0
 
 
 class SlowestRank(NamedTuple):
@@ -56,9 +76,41 @@ class SlowestRank(NamedTuple):
     rank: int
     phase: SlowPhase
     ratio: float
-    """Its own work over that of its peers."""
+    """Its own work over that of its peers; the pace of its host's cable over that of other hosts, if that is slow."""
     more_s: float
-    """Seconds by which its own work, or its waiting, exceeds that of its peers."""
+    """Seconds by which its own work, its waiting or its bytes' time on the way exceeds that of its peers."""
+
+
+class _Lateness:
+    """Finds which of several ranks or hosts is late in most steps of a window, once until it recovers."""
+
+    def __init__(self) -> None:
+        self._rows: deque[list[float]] = deque(maxlen=_WINDOW)
+        self._named: set[int] = set()
+
+    def add(self, ratios: list[float]) -> None:
+        """Take the ratios of one step, 1 for a rank or host like the others."""
+        self._rows.append(ratios)
+        self._named = {each for each in self._named if self._late_steps(each) >= _WINDOW - _ENOUGH}
+
+    def name(self) -> tuple[int, float] | None:
+        """Return the number and the mean ratio of one that has become late and was not named before."""
+        last = self._rows[-1]
+        new = [each for each in range(len(last)) if each not in self._named and self._is_late(each)]
+        if not new:
+            return None
+        found = max(new, key=last.__getitem__)
+        self._named.add(found)
+        return found, self._mean(found)
+
+    def _is_late(self, each: int) -> bool:
+        return self._late_steps(each) >= _ENOUGH and self._mean(each) >= SLOW
+
+    def _late_steps(self, each: int) -> int:
+        return sum(row[each] >= SLOW for row in self._rows)
+
+    def _mean(self, each: int) -> float:
+        return fmean(row[each] for row in self._rows)
 
 
 class StragglerWatch:
@@ -66,35 +118,41 @@ class StragglerWatch:
 
     Args:
         parts: Number of the part of the model that each rank computes; ranks with equal numbers are peers.
+        hosts: Number of each rank's host; empty: all ranks are on one host.
     """
 
-    def __init__(self, parts: Sequence[int]):
+    def __init__(self, parts: Sequence[int], hosts: Sequence[int] = ()):
         self._peers = [
             [other for other, part in enumerate(parts) if part == own and other != rank]
             for rank, own in enumerate(parts)
         ]
-        self._late: deque[list[float]] = deque(maxlen=_WINDOW)
-        self._named: set[int] = set()
+        by_host: dict[int, list[int]] = {}
+        for rank in range(len(parts)):
+            by_host.setdefault(hosts[rank] if hosts else 0, []).append(rank)
+        self._hosts = list(by_host.values())
+        """Ranks of each host."""
+        self._late, self._slow_links = _Lateness(), _Lateness()
         self.slowest: SlowestRank | None = None
         """The slowest rank of the last step; None before the first step, and without peers."""
 
     def look(self, works: Sequence[RankWork]) -> SlowestRank | None:
         """Take the seconds of one step, and return a straggler that was not named before.
 
+        A rank that is slow in its own work is named before a host that has a slow cable.
+
         Args:
             works: Seconds of each rank.
         """
         late = [self._ratio(rank, works) for rank in range(len(works))]
-        self._late.append(late)
-        self.slowest = self._slowest(works, late)
-        slow = [rank for rank in range(len(works)) if self._is_slow(rank)]
-        self._named &= {rank for rank in self._named if self._may_be_slow(rank)}
-        new = [rank for rank in slow if rank not in self._named]
-        if not new:
-            return None
-        rank = max(new, key=late.__getitem__)
-        self._named.add(rank)
-        return self._judged(rank, works, fmean(row[rank] for row in self._late))
+        links = self._ratios_of_links(works)
+        self._late.add(late)
+        self._slow_links.add(links)
+        self.slowest = self._slowest(works, late, links)
+        found = self._late.name()
+        if found is not None:
+            return self._judged(found[0], works, found[1])
+        found = self._slow_links.name()
+        return None if found is None else self._of_link(found[0], works, found[1])
 
     def _ratio(self, rank: int, works: Sequence[RankWork]) -> float:
         peers = self._peers[rank]
@@ -103,25 +161,54 @@ class StragglerWatch:
         usual = median(works[other].own for other in peers)
         return works[rank].own / usual if usual > _TINY_S else 1.0
 
-    def _is_slow(self, rank: int) -> bool:
-        rows = [row[rank] for row in self._late]
-        often = sum(ratio >= SLOW for ratio in rows) >= _ENOUGH
-        return often and fmean(rows) >= SLOW
+    def _ratios_of_links(self, works: Sequence[RankWork]) -> list[float]:
+        """Return the ratio of each host's pace to that of the others, 1 where it takes little of the step."""
+        step_s = median(each.whole for each in works)
+        found = []
+        for host, more_s in enumerate(self._more_of_links(works)):
+            usual = self._usual_pace(host, works)
+            is_much = usual > 0 and more_s >= _EXCHANGE * step_s
+            found.append(self._pace(host, works) / usual if is_much else 1.0)
+        return found
 
-    def _may_be_slow(self, rank: int) -> bool:
-        """Return False once a rank is like the others again, so that it may be named again."""
-        return sum(row[rank] >= SLOW for row in self._late) >= _WINDOW - _ENOUGH
+    def _more_of_links(self, works: Sequence[RankWork]) -> list[float]:
+        """Return the seconds by which each host's bytes were longer on their way than at the pace of the others."""
+        return [
+            self._sent_bytes(host, works) * (self._pace(host, works) - self._usual_pace(host, works))
+            for host in range(len(self._hosts))
+        ]
 
-    def _slowest(self, works: Sequence[RankWork], late: Sequence[float]) -> SlowestRank | None:
+    def _sent_bytes(self, host: int, works: Sequence[RankWork]) -> float:
+        return sum(works[rank].sent_bytes for rank in self._hosts[host])
+
+    def _pace(self, host: int, works: Sequence[RankWork]) -> float:
+        """Return the seconds for each byte of a host, whose ranks send by one cable at the same time."""
+        sent_bytes = self._sent_bytes(host, works)
+        return max(works[rank].sending for rank in self._hosts[host]) / sent_bytes if sent_bytes else 0.0
+
+    def _usual_pace(self, host: int, works: Sequence[RankWork]) -> float:
+        """Return the median pace of the other hosts that have sent anything; 0 if none has."""
+        others = [self._pace(other, works) for other in range(len(self._hosts)) if other != host]
+        return median([pace for pace in others if pace] or [0.0])
+
+    def _slowest(
+        self, works: Sequence[RankWork], late: Sequence[float], links: Sequence[float]
+    ) -> SlowestRank | None:
         judged = [rank for rank in range(len(works)) if self._peers[rank]]
         if not judged:
             return None
         rank = max(judged, key=late.__getitem__)
         waits = max(judged, key=lambda each: works[each].waiting)
-        whole = works[waits].own + works[waits].waiting
-        if late[rank] < SLOW and works[waits].waiting >= _EXCHANGE * whole:
+        if late[rank] < SLOW and max(links) >= SLOW:
+            host = links.index(max(links))
+            return self._of_link(host, works, links[host])
+        if late[rank] < SLOW and works[waits].waiting >= _EXCHANGE * works[waits].whole:
             return SlowestRank(waits, "waiting", late[waits], works[waits].waiting)
         return self._judged(rank, works, late[rank])
+
+    def _of_link(self, host: int, works: Sequence[RankWork], ratio: float) -> SlowestRank:
+        rank = max(self._hosts[host], key=lambda each: works[each].pace)
+        return SlowestRank(rank, "waiting", ratio, self._more_of_links(works)[host])
 
     def _judged(self, rank: int, works: Sequence[RankWork], ratio: float) -> SlowestRank:
         """Return a rank with the phase in which its last step differs most from that of its peers."""

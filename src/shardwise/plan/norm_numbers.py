@@ -1,13 +1,14 @@
 """Numbers that monitors of a run add to those that NORM sums over the ranks in every step.
 
-With ``monitor.rank_seconds`` these are the seconds of each rank by phase (engine/parts/rank_phases.py), with ``guard``
-the sums that show whether copies differ (engine/parts/guard.py). The Plan counts them among what a step sends.
+With ``monitor.rank_seconds`` these are the seconds of each rank by phase and what it sends to other hosts
+(engine/parts/rank_phases.py), with ``guard`` the sums that show whether copies differ (engine/parts/guard.py). The Plan
+counts them among what a step sends.
 """
 
 from typing import NamedTuple
 
 MOST_ROWS = 512
-"""Most rows that are exchanged, because more would cost more than what they measure: 36 KiB."""
+"""Most rows that are exchanged, because more would cost more than what they measure: 44 KiB."""
 
 GUARD_NUMBERS = 5
 """Numbers of the guard: four for copies, one for state at rest."""
@@ -40,6 +41,19 @@ class PhaseSeconds(NamedTuple):
         return self.dp + self.tp + self.pp + self.ep
 
 
+class LinkUse(NamedTuple):
+    """What one rank sends to ranks of other hosts."""
+
+    sent_bytes: float = 0.0
+    """Bytes that the other hosts have acknowledged."""
+    seconds: float = 0.0
+    """Seconds in which such bytes were on their way."""
+
+
+NUMBERS_OF_ROW = len(PhaseSeconds._fields) + len(LinkUse._fields)
+"""Numbers of one rank."""
+
+
 def ranks_of_row(ranks: int) -> int:
     """Return how many ranks share a row: consecutive ranks, as those of one host are. One up to ``MOST_ROWS`` ranks."""
     return -(-ranks // MOST_ROWS)
@@ -47,4 +61,4 @@ def ranks_of_row(ranks: int) -> int:
 
 def count_phase_numbers(ranks: int) -> int:
     """Return how many numbers the rows of all ranks have."""
-    return -(-ranks // ranks_of_row(ranks)) * len(PhaseSeconds._fields)
+    return -(-ranks // ranks_of_row(ranks)) * NUMBERS_OF_ROW

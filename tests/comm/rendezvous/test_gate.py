@@ -1,7 +1,5 @@
 """The gate before the store: ranks come in, strangers on any interface do not, and the job does not notice them."""
 
-import itertools
-import json
 import os
 import random
 import socket
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +19,12 @@ from shardwise.comm.rendezvous import connection, gate
 from shardwise.comm.rendezvous.connection import connect, refused_hosts
 from shardwise.comm.rendezvous.gate import DialRelay, Gate, GateRefused, belongs_to, dial
 from shardwise.comm.rendezvous.seat import JobSeat
+from tests.comm.rendezvous.besieged import SECRET as SECRET_OF_BOTH
+from tests.comm.rendezvous.besieged import STRANGERS, besiege, steps_beside_strangers, sums_of
 from tests.comm.rendezvous.strangers import KINDS, visit
 from tests.namespaces import call_on, namespaces
 
 SECRET = b"of the job"
-STRANGERS = Path(__file__).with_name("strangers.py")
 
 
 def free_port() -> int:
@@ -294,30 +292,6 @@ def test_both_hosts_name_the_one_with_another_secret() -> None:
     assert isinstance(first, DeadlineError) and "gate refused 10.213.7.2" in str(first), first
 
 
-def steps_beside_strangers(done: str) -> list[float]:
-    """Join, and sum tensors while texts go through the store, until the file ``done`` is there; return the sums."""
-    import torch
-
-    from shardwise.comm.policy import CommPolicy
-    from shardwise.comm.world import join
-
-    torch.set_num_threads(1)
-    world = join(quiet=True, policy=CommPolicy(join_timeout_s=30, device="cpu"))
-    sums: list[float] = []
-    is_done = torch.zeros(1)
-    while not is_done:
-        tensor = torch.full((256,), float(len(sums) + world.rank))
-        dist.all_reduce(tensor)
-        sums.append(float(tensor[0]))
-        world.post(f"step {len(sums)}", str(len(sums)))
-        assert world.collect(f"step {len(sums)}", 20) == [str(len(sums))] * 2
-        is_done = torch.tensor([float(Path(done).exists())])
-        dist.all_reduce(is_done)
-        time.sleep(0.01)
-    world.close()
-    return sums
-
-
 def as_torch_s_own_client() -> None:
     """Connect to the gate as torch's own client does."""
     from datetime import timedelta
@@ -335,30 +309,22 @@ def as_torch_s_own_client() -> None:
 @pytest.mark.soak
 def test_a_thousand_strangers_do_not_stop_a_job(tmp_path: Path) -> None:
     """Half of them come from the other host, half from the host of rank 0; each kind, and torch's own client."""
-    own, other = random.Random(0).randbytes(32), random.Random(1).randbytes(32)
-    recorded = gate.GREETING + own + gate.proof(b"of both", b"rank", own, other)
     with namespaces() as hosts:
         done = tmp_path / "done"
         found: list[Any] = []
         job = threading.Thread(
             target=lambda: found.extend(
-                call_on(hosts, steps_beside_strangers, str(done), SHARDWISE_SECRET="of both")
+                call_on(hosts, steps_beside_strangers, str(done), SHARDWISE_SECRET=SECRET_OF_BOTH)
             )
         )
         job.start()
         while hosts[0].run("ss", "-Htln", "sport = :29500", capture_output=True).stdout == b"":
             time.sleep(0.1)
-        words = [sys.executable, "-I", "-S", str(STRANGERS), "all", hosts[0].address, "29500", "500"]
-        env = os.environ | {"RECORDED": recorded.hex()}
-        crowds = [host.start(*words, env=env, stdout=subprocess.PIPE, text=True) for host in hosts]
-        said = [json.loads(crowd.communicate(timeout=50)[0]) for crowd in crowds]
+        answers = besiege(hosts, (hosts[0].address, 29500))
         errors = call_on(hosts[1:], as_torch_s_own_client, MASTER_ADDR=hosts[0].address)
         done.touch()
         job.join()
     assert all(isinstance(each, list) for each in found), found
-    assert found[0] == found[1] == [2.0 * step + 1 for step in range(len(found[0]))]
-    answers = Counter((kind, answer) for kind, answer in itertools.chain(*said))
+    assert found[0] == found[1] == sums_of(len(found[0]), 2)
     print(f"{len(found[0])} steps beside {sum(answers.values())} strangers: {dict(answers)}")
-    assert sum(answers.values()) == 1000 and {kind for kind, _ in answers} == set(KINDS)
-    assert not [each for each in answers if each[1] == "accepted"], answers
     assert isinstance(errors[0], Exception), "torch's own client"

@@ -2,11 +2,13 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ from torch.utils.data import Dataset
 import shardwise
 from shardwise.base.errors import CommError
 from shardwise.comm.rendezvous.handshake import identity
+from shardwise.comm.rendezvous.process import has_ended
 from shardwise.comm.watching import watch
 from shardwise.comm.watching.inquiry import inquire
+from shardwise.comm.watching.rings import RankRing, read_ring
 from shardwise.comm.watching.verdict import JobVerdict
 from shardwise.comm.world import World
+from tests.namespaces import NamespaceHost, call_on
 from tests.ranks import RankPool
 
 HANGS_AT = 5
@@ -82,28 +87,48 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "zero3": {"comm": {"transport": "torch"}, "zero": {"stage": 3}},
     "pipeline": {"mesh": {"pp": 2}, "batch": {"accumulation": 2}},
 }
+CONFIGS_OF_HOSTS: dict[str, dict[str, Any]] = {
+    "gloo": CONFIGS["gloo"],
+    "levels": {},
+    "zero3 in levels": {"zero": {"stage": 3}},
+    "pipeline": CONFIGS["pipeline"],
+}
+"""Layouts of jobs on several hosts, in which ranks of one host share memory."""
 
 
-def hanging(world: World, way: str, who: int, config: dict[str, Any], folder: str, silent_s: float) -> None:
-    """Train until rank ``who`` hangs, with the rings in ``folder``."""
+def hanging(
+    world: World | None, way: str, who: int, config: dict[str, Any], folder: str, silent_s: float
+) -> None:
+    """Train until rank ``who`` hangs.
+
+    Args:
+        world: World of a pool of ranks, which the engine joins once more to write its records into ``folder``; None:
+            the ranks join by their variables.
+        way: Way to hang.
+        who: Rank that hangs.
+        config: Keys of the run.
+        folder: Folder of the rings; "": the one that ranks have without any setting.
+        silent_s: Seconds after which the watch looks at a silent rank.
+    """
     watch.SILENT_S = silent_s
-    os.environ["SHARDWISE_FLIGHT"] = folder
+    if folder:
+        os.environ["SHARDWISE_FLIGHT"] = folder
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     net = nn.Sequential(Layer(4, 4), nn.Tanh(), Layer(4, 4), nn.Tanh(), Layer(4, 1))
     engine = shardwise.initialize(net, config, loss=lambda net, x: net(x).square().mean())
     data, count = Numbers(), engine.config.batch.accumulation or 1
     batches: Iterator[Any] = iter([])
     for step in range(1, HANGS_AT + 3):
-        if step == HANGS_AT and world.rank == who:
-            if way in IN_FORWARD:
-                for layer in net:
-                    layer.hang = IN_FORWARD[way]
-            elif way == "reader":
-                data.hang = asleep
+        is_odd = step == HANGS_AT and engine.world.rank == who
+        if is_odd and way in IN_FORWARD:
+            for layer in net:
+                layer.hang = IN_FORWARD[way]
+        elif is_odd and way == "reader":
+            data.hang = asleep
         batches = (torch.stack([data[0], data[1]]) for _ in range(count))
         given = list(batches)
         try:
-            is_odd = step == HANGS_AT and world.rank == who
             if way == "shape" or (way == "skipped" and not is_odd):
                 probe = torch.ones(4 if is_odd else 3)
                 engine._parts.site.groups["world"].all_reduce(probe, "a user's sum").wait()
@@ -111,6 +136,22 @@ def hanging(world: World, way: str, who: int, config: dict[str, Any], folder: st
         except CommError:
             os._exit(1)
     time.sleep(_FOREVER_S)
+
+
+def hanging_by_variables(*given: Any) -> None:
+    """Train until a rank hangs, in a process that finds its rank in its environment."""
+    hanging(None, *given)
+
+
+SCRIPT = """
+import json
+import sys
+
+from tests.comm.watching.hangs import hanging
+
+hanging(None, *json.loads(sys.argv[1]))
+"""
+"""Program of a user, for other launchers; its argument has those of ``hanging`` behind the World."""
 
 
 def trial(
@@ -127,22 +168,130 @@ def trial(
         target=lambda: _ignored(pool, way, who, config, str(folder), silent_s), daemon=True
     )
     caller.start()
-    host = identity("").host
-    end = time.monotonic() + after_s
-    while time.monotonic() < end:
+    found = verdicts(folder, identity("").host, after_s, lambda: kill(pool.pids))
+    caller.join(10)
+    return found
+
+
+def verdicts(
+    folder: Path, host: str, after_s: float, end: Callable[[], None]
+) -> tuple[JobVerdict, JobVerdict]:
+    """Return the verdicts on a job that hangs, and on the same job after ``end`` has killed its ranks.
+
+    Args:
+        folder: Folder of the rings.
+        host: Host on which the doctor runs, as in ``RankIdentity.host``.
+        after_s: Seconds after which the doctor is asked.
+        end: Function that kills the ranks.
+    """
+    until_s = time.monotonic() + after_s
+    while time.monotonic() < until_s:
         time.sleep(0.2)
     alive = inquire(folder, host, {})
-    while alive.state in ("running", "slow") and time.monotonic() < end + 30 - after_s:
+    while alive.state in ("running", "slow") and time.monotonic() < until_s + 30 - after_s:
         alive = inquire(folder, host, {})  # on a busy machine the ranks may hang later than asked
-    for pid in pool.pids:
+    end()
+    return alive, inquire(folder, host, {})
+
+
+def kill(pids: Sequence[int]) -> None:
+    """Kill processes, and wait until they are gone."""
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     for _ in range(100):
-        if not any(Path(f"/proc/{pid}").exists() for pid in pool.pids if pid):
+        if all(has_ended(pid) for pid in pids if pid):
             break
         time.sleep(0.05)
-    caller.join(10)
-    return alive, inquire(folder, host, {})
+
+
+def rings_of(folder: Path, ranks: int, patience_s: float = 60.0) -> list[RankRing]:
+    """Wait until all ranks of a job have rings, and return these."""
+    end = time.monotonic() + patience_s
+    while len(list(folder.glob("rank_*.ring"))) < ranks:
+        assert time.monotonic() < end, f"{list(folder.glob('*'))} after {patience_s} s"
+        time.sleep(0.1)
+    time.sleep(0.2)  # the last one is written
+    return [read_ring(path) for path in sorted(folder.glob("rank_*.ring"))]
+
+
+def trial_on_hosts(
+    hosts: Sequence[NamespaceHost],
+    way: str,
+    who: int,
+    config: dict[str, Any],
+    folder: Path,
+    after_s: float,
+    asked_on: int,
+) -> tuple[JobVerdict, JobVerdict]:
+    """Return the verdicts on a job of two ranks on each host, while it hangs and after all ranks are killed.
+
+    Args:
+        hosts: The hosts.
+        way: Way to hang.
+        who: Rank that hangs.
+        config: Keys of the run.
+        folder: Folder of the rings.
+        after_s: Seconds after which the doctor is asked.
+        asked_on: Number of the host on which the doctor runs; one more than there are: a host without ranks.
+    """
+    given = (way, who, config, str(folder), watch.SILENT_S)
+    caller = threading.Thread(
+        target=lambda: call_on(hosts, hanging_by_variables, *given, each=2, SHARDWISE_SECRET="of all hosts"),
+        daemon=True,
+    )
+    caller.start()
+    rings = rings_of(folder, 2 * len(hosts))
+    names = [*dict.fromkeys(ring.host for ring in rings), "a host without ranks"]
+    assert len(names) == len(hosts) + 1
+    found = verdicts(folder, names[asked_on], after_s, lambda: kill([ring.pid for ring in rings]))
+    caller.join(20)
+    return found
+
+
+def trial_by(
+    command: Sequence[str], way: str, who: int, config: dict[str, Any], runtime: Path, after_s: float
+) -> tuple[JobVerdict, JobVerdict]:
+    """Return the verdicts on a job of two ranks that another launcher starts, and that has no folder of records.
+
+    Args:
+        command: Command of the launcher, without the program.
+        way: Way to hang.
+        who: Rank that hangs.
+        config: Keys of the run.
+        runtime: Folder of the user's runtime files.
+        after_s: Seconds after which the doctor is asked.
+    """
+    runtime.mkdir(mode=0o700)
+    script = runtime / "train.py"
+    script.write_text(SCRIPT)
+    given = json.dumps([way, who, config, "", watch.SILENT_S])
+    root = Path(__file__).parents[3]
+    paths = [str(root), str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {
+        "XDG_RUNTIME_DIR": str(runtime),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    with (runtime / "output").open("w") as output:
+        job = subprocess.Popen(
+            [*command, str(script), given], env=env, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        places = runtime / "shardwise" / "flight"
+        end = time.monotonic() + 90
+        while not any(places.glob("*/rank_*.ring")):
+            assert job.poll() is None and time.monotonic() < end, (runtime / "output").read_text()
+            time.sleep(0.1)
+        (folder,) = places.iterdir()
+        rings = rings_of(folder, 2)
+        # The launcher first: it would end the ranks by itself.
+        pids = [job.pid, *(ring.pid for ring in rings)]
+        return verdicts(folder, identity("").host, after_s, lambda: kill(pids))
+    finally:
+        job.kill()
+        job.wait()
 
 
 def _ignored(pool: RankPool, *given: Any) -> None:

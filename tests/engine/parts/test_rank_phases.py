@@ -10,7 +10,7 @@ import shardwise
 from shardwise.comm.world import World
 from shardwise.engine.parts.rank_phases import RankPhases
 from shardwise.models import Gpt, GptPolicy
-from shardwise.plan.norm_numbers import PhaseSeconds, count_phase_numbers
+from shardwise.plan.norm_numbers import LinkUse, PhaseSeconds, count_phase_numbers
 from shardwise.plan.trace import Trace
 
 SLOW_S = 0.05
@@ -61,7 +61,7 @@ def test_all_ranks_know_the_phases_of_all(ranks: Any, mesh: dict[str, int]) -> N
 def test_beyond_512_ranks_consecutive_ranks_share_a_row() -> None:
     ranks, late = 1025, 700
     phases = [RankPhases(rank, ranks) for rank in (0, 1, 2, late)]
-    assert len(phases[0].numbers()) == count_phase_numbers(ranks) == 9 * 342
+    assert len(phases[0].numbers()) == count_phase_numbers(ranks) == 11 * 342
     assert [list(each.ranks_of(rank)) for each, rank in zip(phases, (0, 1, 2, 1024), strict=True)] == [
         [0, 1, 2],
         [0, 1, 2],
@@ -72,6 +72,7 @@ def test_beyond_512_ranks_consecutive_ranks_share_a_row() -> None:
     for number in range(342):
         shared = len(phases[0].ranks_of(3 * number))
         sums += PhaseSeconds(compute=shared * (9.0 if number == late // 3 else 1.0))
+        sums += LinkUse()
     found = [each for each in (phases[0].settle(sums) for _ in range(12)) if each is not None]
     assert [(each.rank, each.phase) for each in found] == [(late // 3 * 3, "computing")]
     means = phases[0].mean()
@@ -90,3 +91,20 @@ def test_seconds_of_a_rank_add_up_to_its_time() -> None:
     (mean,) = phases.mean()
     assert mean.save == pytest.approx(0.01)
     assert 0.02 <= mean.total <= took + 0.01 and phases.steps == 1
+
+
+def test_what_a_rank_sends_to_other_hosts_reaches_all_ranks() -> None:
+    """The bytes of the first step of a process belong to no measured step."""
+    sends = [iter([LinkUse(1e9, 5.0), *[LinkUse(1e6, pace)] * 13]) for pace in (0.01, 0.02)]
+    phases = [RankPhases(rank, 2, hosts=(0, 1), link=sends[rank].__next__) for rank in range(2)]
+    found = []
+    for _ in range(14):
+        for each in phases:
+            each.end_step(Trace())
+        rows = [sum(both) for both in zip(*(each.numbers() for each in phases), strict=True)]
+        named = [each.settle(rows) for each in phases]
+        assert named[0] == named[1]
+        found += [each for each in named[:1] if each is not None]
+    assert [(each.rank, each.phase) for each in found] == [(1, "waiting")]
+    assert found[0].ratio == pytest.approx(2.0) and found[0].more_s == pytest.approx(0.01)
+    assert phases[0].slowest == found[0]

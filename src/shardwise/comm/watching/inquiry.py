@@ -5,6 +5,9 @@
               process is on this host is looked at from outside (outside.py)
     ended     the rings say what each rank did at the end, however it ended
 
+A process on another host cannot be seen from here. Its watch gives a sign of life each second, so a job has ended if no
+process of this host runs and no ring of another host had a sign of life while the question waited.
+
 [Note: whose stack is asked for]
 A stack is requested by a signal. A ring may be another person's file and name any process, so the signal is sent only
 if the process started when the ring says, has this very file mapped, and the signal is a real-time one; stack_file.py
@@ -76,10 +79,13 @@ def inquire(folder: Path, host: str, failures: Mapping[int, OwnFailure]) -> JobV
         DamagedError: if a ring is damaged.
         UsageError: if the folder has no rings.
     """
-    asked = _ask(folder, host)
+    before = _newest(folder)
+    asked = _ask(folder, host, before)
     rings = _newest(folder)
     alive = {rank: _is_alive(ring, host) for rank, ring in rings.items()}
-    is_over = not any(found is not False for found in alive.values())
+    is_over = not any(_may_run(ring, alive[rank], before.get(rank)) for rank, ring in rings.items())
+    if is_over:
+        asked, alive = "", dict.fromkeys(alive, False)
     now_ns = max(map(_last_ns, rings.values())) if is_over else time.time_ns()
     stories = [ring.answer.story for ring in rings.values() if ring.answer is not None]
     job = []
@@ -110,9 +116,8 @@ def _newest(folder: Path) -> dict[int, RankRing]:
     }
 
 
-def _ask(folder: Path, host: str) -> str:
+def _ask(folder: Path, host: str, rings: Mapping[int, RankRing]) -> str:
     """Ask all ranks that may run, and return the question when they have answered or had time for it."""
-    rings = _newest(folder)
     waiting = {rank: ring for rank, ring in rings.items() if _is_alive(ring, host) is not False}
     if not waiting:
         return ""
@@ -135,9 +140,27 @@ def _ask(folder: Path, host: str) -> str:
 
 def _is_alive(ring: RankRing, host: str) -> bool | None:
     """Return whether the process that writes a ring lives; None if it is on another host and may."""
-    if ring.host.split()[:2] != host.split()[:2]:
+    if not _shares_processes(ring.host, host):
         return None if not ring.has_left else False
     return not has_ended(ring.pid) and start_ticks(ring.pid) == ring.started_ticks and not ring.has_left
+
+
+def _shares_processes(host: str, other: str) -> bool:
+    """Return whether processes of two hosts, as in ``RankIdentity.host``, see one another."""
+    return host.split()[:2] == other.split()[:2]
+
+
+def _may_run(ring: RankRing, is_alive: bool | None, before: RankRing | None) -> bool:
+    """Return whether a rank runs, or may run on another host.
+
+    Args:
+        ring: Its ring.
+        is_alive: As ``_is_alive`` returns it.
+        before: Its ring before the question; None if it has come since.
+    """
+    if is_alive is not None:
+        return is_alive
+    return before is None or ring.beat_ns != before.beat_ns or ring.opened_ns != before.opened_ns
 
 
 def _writes(ring: RankRing) -> bool:
@@ -166,7 +189,9 @@ def _evidence(
     elif answer.question == asked != "" or (not asked and silent_s < _BEAT_S):
         presence = Presence.ANSWERS
     elif is_alive is None:
-        presence, seen = Presence.UNSEEN, "nothing is heard from its host"
+        # Another rank of its host may have looked at the process.
+        told, there = _told_of(ring.rank, stories)
+        presence, seen, stack = Presence.UNSEEN, told or "nothing is heard from it", there or stack
     elif is_alive:
         safe = _writes(ring) and ring.offer[0] >= signal.SIGRTMIN
         view = seen_from_outside(ring.pid, ring.offer if safe else ())
@@ -200,12 +225,13 @@ def _evidence(
 
 
 def _told_of(rank: int, stories: Sequence[str]) -> tuple[str, str]:
-    """Return what another rank's watch has found of a rank from outside, and the rank's stack by it."""
-    for story in stories:
-        if blamed_in(story) == rank:
-            said, _, stack = story.partition("Its main thread is at\n")
-            return said.strip().rstrip("."), stack
-    return "", ""
+    """Return what another rank's watch has found of a rank from outside, and the rank's stack by it.
+
+    Ranks of other hosts have found less: what comes with a stack is taken first.
+    """
+    told = [story.partition("Its main thread is at\n") for story in stories if blamed_in(story) == rank]
+    said, _, stack = max(told, key=lambda each: bool(each[2]), default=("", "", ""))
+    return said.strip().rstrip(".").removeprefix(f"rank {rank} does not answer: "), stack
 
 
 def _cursor_of(ring: RankRing) -> tuple[str, int, bool]:

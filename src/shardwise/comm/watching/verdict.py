@@ -16,7 +16,7 @@ Cost: one look at each record that two ranks have in common.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from shardwise.base.words import named_ranks
 from shardwise.comm.watching.answers import AwaitedCall, RankAnswer, StartedCall
@@ -426,7 +426,7 @@ def _of_slow(job: Sequence[RankEvidence]) -> JobVerdict | None:
         late = next((other for other in job if slow is not None and other.rank == slow.rank), None)
         if slow is not None and late is not None and age_s < _RECENT_S:
             found = _named("slow", late, [], "", age_s)
-            phase: RankPhase = "reading" if slow.phase == "reading" else "computing"
+            phase = next((each for each in get_args(RankPhase) if each == slow.phase), "computing")
             return found._replace(sentence=f"{slow.words} (found {age_s:.0f} s ago)", phase=phase)
     return None
 

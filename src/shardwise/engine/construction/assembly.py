@@ -223,7 +223,9 @@ def _followers(
         found.append(UnitNormsFollower(units))
     if _exchanges_phases(site):
         world, mesh = site.world, site.mesh
-        phases = RankPhases(world.rank, world.size, lambda rank: mesh.index("pp", rank))
+        meter = world.link_meter()
+        take = None if meter is None else meter.take
+        phases = RankPhases(world.rank, world.size, lambda rank: mesh.index("pp", rank), world.hosts, take)
         found.append(PhasesFollower(phases, partial(_tell_slow, site)))
     if site.mesh.tp > 1:
         found.append(OwnUseFollower(passes.own_use))
@@ -247,6 +249,11 @@ def _tell_slow(site: RuntimeContext, slow: SlowestRank, ranks: range) -> None:
         f"{who} {verb} {slow.ratio:.2f} times as long as the others for the own work of a step, {slow.more_s:.3g} s "
         f"more, most of it {slow.phase}: the other ranks wait"
     )
+    if slow.phase == "waiting":
+        said = (
+            f"the host of {who} has a slow cable: what its ranks send to other hosts is on its way {slow.ratio:.2f} "
+            f"times as long as what other hosts send, {slow.more_s:.3g} s more in a step, for which all ranks wait"
+        )
     site.clock.tell_slow(slow.rank, slow.phase, said)
     if site.world.rank == 0:
         _log.warning("%s", said)

@@ -8,13 +8,15 @@
 
 so the phases of a rank add up to its time. Each rank has a row of its own in the numbers that NORM sums, zeros in the
 rows of others, and the sums are the rows of all ranks. A row describes the step before, which is over when NORM runs.
+In a job on several hosts a row also has the bytes that the rank sent to other hosts, and how long they were on their way
+(comm/watching/link_use.py).
 
 A rank that is slow in its own work lets the others wait for it: their exchange grows, and its compute or data does.
 That tells a slow rank from a slow link (observe/diagnosis.py).
 
-In each step the rows also show whether a rank has become slow (observe/stragglers.py).
+In each step the rows also show whether a rank or the cable of a host has become slow (observe/stragglers.py).
 
-Cost: 9 numbers a rank and step in an all-reduce that runs anyway; nothing without ``monitor.rank_seconds``. Above
+Cost: 11 numbers a rank and step in an all-reduce that runs anyway; nothing without ``monitor.rank_seconds``. Above
 ``MOST_ROWS`` (plan/norm_numbers.py) ranks some consecutive ranks, such as those of a host, share a row: their sum.
 """
 
@@ -23,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from shardwise.observe.stragglers import RankWork, SlowestRank, StragglerWatch
-from shardwise.plan.norm_numbers import PhaseSeconds, ranks_of_row
+from shardwise.plan.norm_numbers import NUMBERS_OF_ROW, LinkUse, PhaseSeconds, ranks_of_row
 from shardwise.plan.trace import Trace
 
 _AXES = ("dp", "tp", "pp", "ep")
@@ -40,17 +42,29 @@ class RankPhases:
         ranks: Number of ranks.
         part_of: Function from a rank to the number of the part of the model that it computes; None: all compute the
             same.
+        hosts: Number of each rank's host; empty: all ranks are on one host.
+        link: Function that returns what this rank has sent to other hosts since its last call; None: there are none.
     """
 
-    def __init__(self, rank: int, ranks: int, part_of: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        part_of: Callable[[int], int] | None = None,
+        hosts: Sequence[int] = (),
+        link: Callable[[], LinkUse] | None = None,
+    ) -> None:
         self._ranks = ranks
         self._shared = ranks_of_row(ranks)
         """Consecutive ranks that share a row."""
         self._row = rank // self._shared
         rows = range(0, ranks, self._shared)
         self._sums = [PhaseSeconds()] * len(rows)
-        self._stragglers = StragglerWatch([0 if part_of is None else part_of(each) for each in rows])
-        self._own = PhaseSeconds()
+        self._stragglers = StragglerWatch(
+            [0 if part_of is None else part_of(each) for each in rows], [hosts[each] if hosts else 0 for each in rows]
+        )
+        self._take_link = link
+        self._own, self._link = PhaseSeconds(), LinkUse()
         self._reported: dict[Reported, float] = {"data": 0.0, "save": 0.0}
         self._ended_s: float | None = None
         self.steps = 0
@@ -66,8 +80,10 @@ class RankPhases:
         data, save = self._reported["data"], self._reported["save"]
         self._reported = {"data": 0.0, "save": 0.0}
         self._ended_s = now_s
+        link = LinkUse() if self._take_link is None else self._take_link()
         if before_s is None:
             return
+        self._link = link
         passes = trace.seconds()
         waits, in_update = _waits_of(trace)
         exchange = sum(waits.values())
@@ -78,9 +94,8 @@ class RankPhases:
 
     def numbers(self) -> list[float]:
         """Return the rows of all ranks: this rank's last step in its own row, zeros in the others."""
-        width = len(PhaseSeconds._fields)
-        found = [0.0] * (width * len(self._sums))
-        found[self._row * width : (self._row + 1) * width] = self._own
+        found = [0.0] * (NUMBERS_OF_ROW * len(self._sums))
+        found[self._row * NUMBERS_OF_ROW : (self._row + 1) * NUMBERS_OF_ROW] = (*self._own, *self._link)
         return found
 
     @property
@@ -103,20 +118,22 @@ class RankPhases:
         Args:
             sums: The rows.
         """
-        width = len(PhaseSeconds._fields)
         if not any(sums):
             return None
-        rows = [sums[start : start + width] for start in range(0, len(sums), width)]
+        phases = len(PhaseSeconds._fields)
+        rows = [sums[start : start + NUMBERS_OF_ROW] for start in range(0, len(sums), NUMBERS_OF_ROW)]
         self._sums = [
-            PhaseSeconds(*(a + b for a, b in zip(old, new, strict=True)))
+            PhaseSeconds(*(a + b for a, b in zip(old, new[:phases], strict=True)))
             for old, new in zip(self._sums, rows, strict=True)
         ]
         self.steps += 1
         works = []
         for number, each in enumerate(rows):
             shared = len(self.ranks_of(number * self._shared))
-            seconds = PhaseSeconds(*(value / shared for value in each))
-            works.append(RankWork(seconds.data, seconds.compute + seconds.update, seconds.exchange))
+            seconds = PhaseSeconds(*(value / shared for value in each[:phases]))
+            link = LinkUse(*each[phases:])
+            own = seconds.data, seconds.compute + seconds.update
+            works.append(RankWork(*own, seconds.exchange, link.sent_bytes, link.seconds / shared))
         found = self._stragglers.look(works)
         return None if found is None else found._replace(rank=found.rank * self._shared)
 
