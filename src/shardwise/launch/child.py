@@ -7,6 +7,7 @@ This module must stay light: every rank imports it before any of the user's modu
 
 import ctypes
 import faulthandler
+import mmap
 import os
 import runpy
 import signal
@@ -17,6 +18,8 @@ import shardwise.launch.failure as failures
 from shardwise.launch.environment import RankEnvironment, seat
 
 _PR_SET_PDEATHSIG = 1
+_ROOM_BYTES = 8 << 20
+"""Addresses that are kept free for the report of a failure, for a rank that has run out of memory; no page is taken."""
 
 
 def die_with(launcher_pid: int | None) -> None:
@@ -80,6 +83,7 @@ def main(arguments: list[str]) -> int:
             return _leave(
                 here, failures.of_own_exit(here.rank, 127, f"cannot start {name!r}: {error.strerror}")
             )
+    room = mmap.mmap(-1, _ROOM_BYTES)
     try:
         _run(kind, name, rest)
     except SystemExit as end:
@@ -94,6 +98,7 @@ def main(arguments: list[str]) -> int:
         traceback.print_exc()
         return 128 + signal.SIGINT
     except BaseException as error:
+        room.close()
         return _leave(here, failures.of_exception(here.rank, error))
     return 0
 

@@ -19,8 +19,8 @@ cable it is. For each host h, whose ranks send to other hosts by one cable,
     pace(h)  = seconds in which bytes of h were on their way / bytes that h sent        (comm/watching/link_use.py)
     link(h)  = pace(h) / median over the other hosts of pace
 
-and h has a slow cable if link(h) is as large as late(r) above, where it costs at least ``_EXCHANGE`` of the step; in
-other steps it counts as 1. The phase is ``waiting``, and the rank is the one of h whose bytes were slowest.
+and h has a slow cable if link(h) is as large as late(r) above, where it costs at least ``_LINK`` of the step and
+``_TICK_S``; in other steps it counts as 1. The phase is ``waiting``, and the rank is the one of h whose bytes were slowest.
 
 [Note: false alarms] With times that vary by 10 % and do not depend on the step before, one step is late by chance in
 about one of ten; ten of twelve are in one of 10^8. The test draws them.
@@ -40,7 +40,11 @@ SLOW = 1.15
 _WINDOW, _ENOUGH = 12, 10
 _EXCHANGE = 0.1
 """Least share of a step that waits take if ``waiting`` is the slowest phase."""
+_LINK = 0.05
+"""Least share of a step that a slow cable costs if its host is named."""
 _TINY_S = 1e-9
+_TICK_S = 0.01
+"""Longest tick in which a kernel counts the seconds of connections."""
 
 
 class RankWork(NamedTuple):
@@ -167,7 +171,7 @@ class StragglerWatch:
         found = []
         for host, more_s in enumerate(self._more_of_links(works)):
             usual = self._usual_pace(host, works)
-            is_much = usual > 0 and more_s >= _EXCHANGE * step_s
+            is_much = usual > 0 and more_s >= max(_LINK * step_s, _TICK_S)
             found.append(self._pace(host, works) / usual if is_much else 1.0)
         return found
 

@@ -11,6 +11,9 @@ The kernel counts both for each TCP connection (``TCP_INFO``), so nothing is add
 All ranks of a collective end it together, so their waits do not tell whose cable is slow. The pace does, because a
 connection counts what leaves its own host only (observe/stragglers.py).
 
+Seconds are counted in ticks of the kernel's clock, of 1 to 10 ms: those of one short message are a guess, right in the
+mean.
+
 The connections are those of this process to addresses of the job's other hosts, which gloo, and NCCL without RDMA, have
 opened. What RDMA sends is not seen.
 
@@ -37,7 +40,9 @@ _TIMES = struct.Struct("=QQQ")
 """Microseconds with bytes on the way, without room at the receiver, and without bytes of this process."""
 _TIMES_AT = 168
 _TCP_INFO = 11
-_MAPPED = "::ffff:"
+_PLACE_BYTES = 128
+"""Bytes of a socket's address of any family."""
+_MAPPED = bytes(10) + b"\xff\xff"
 """Beginning of an IPv4 address in the form of IPv6."""
 
 
@@ -56,11 +61,12 @@ class LinkMeter:
     """
 
     def __init__(self, addresses: Iterable[str]) -> None:
-        self._addresses = {_plain(each) for each in addresses}
+        self._addresses = {_packed(each) for each in addresses}
         self._connections: dict[tuple[int, str], _Counts] = {}
         """Counts at the last call, by the descriptor and the kernel's name of the connection."""
         self._turn = 0
         self._info = ctypes.create_string_buffer(_INFO_BYTES)
+        self._place = ctypes.create_string_buffer(_PLACE_BYTES)
         self._libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
 
     def take(self) -> LinkUse:
@@ -99,10 +105,14 @@ class LinkMeter:
         self._connections = found
 
     def _goes_to_host(self, descriptor: int) -> bool:
-        with socket.socket(fileno=os.dup(descriptor)) as opened:
-            if opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.type != socket.SOCK_STREAM:
-                return False
-            return _plain(opened.getpeername()[0]) in self._addresses
+        """Return whether a socket is connected to another host; no Python object may own it, or change its mode."""
+        assert self._libc is not None, "only called where there is TCP_INFO"
+        size = ctypes.c_uint32(_PLACE_BYTES)
+        if self._libc.getpeername(descriptor, self._place, ctypes.byref(size)):
+            return False
+        family = int.from_bytes(self._place.raw[:2], sys.byteorder)
+        at = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24)}.get(socket.AddressFamily(family))
+        return at is not None and _short(self._place.raw[at]) in self._addresses
 
     def _counts_of(self, descriptor: int) -> _Counts | None:
         """Return what the kernel has counted; None if the descriptor is no TCP connection any more."""
@@ -117,5 +127,12 @@ class LinkMeter:
         return _Counts(acked_bytes, max(busy_us - full_us - empty_us, 0))
 
 
-def _plain(address: str) -> str:
-    return address.partition("%")[0].removeprefix(_MAPPED)
+def _packed(address: str) -> bytes:
+    """Return the bytes of a numeric address."""
+    text = address.partition("%")[0]
+    return _short(socket.inet_pton(socket.AF_INET6 if ":" in text else socket.AF_INET, text))
+
+
+def _short(address: bytes) -> bytes:
+    """Return the bytes of an address, IPv4 in four bytes."""
+    return address.removeprefix(_MAPPED) if len(address) == 16 else address
