@@ -5,8 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardwise.launch.failure import read
 from tests.launch.cuts import FAILURES
+
+from shardwise.launch.failure import read
 
 
 def test_a_rank_without_memory_reports_its_traceback(tmp_path: Path) -> None:

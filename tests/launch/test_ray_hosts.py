@@ -120,14 +120,12 @@ def test_the_first_failure_of_another_node_is_shown_first(cluster: RayCluster) -
     assert "Traceback" in said and not cluster.left_over()
 
 
-def test_a_thousand_strangers_do_not_stop_a_job(
-    cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thousand_strangers_do_not_stop_a_job(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_SECRET", SECRET)
     check_strangers(cluster.hosts, cluster.folder, lambda _: [cluster.begin()])
 
 
-@pytest.mark.parametrize("failure", drawn_failures(4, ["ray"]), ids=lambda each: each.kind)
+@pytest.mark.parametrize("failure", [*drawn_failures(4, ["ray"])], ids=lambda each: each.kind)
 def test_a_drawn_failure_of_another_node_is_shown_first(cluster: RayCluster, failure: DrawnFailure) -> None:
     name = cluster.hosts[1].address
     print(f"{check_failure(cluster, failure, lambda _: cluster.begin(), name):.2f} s")

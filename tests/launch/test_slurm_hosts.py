@@ -176,10 +176,8 @@ def test_a_thousand_strangers_do_not_stop_a_job(cluster: SlurmCluster) -> None:
     check_strangers(cluster.hosts, cluster.folder, lambda _: [cluster.begin(SHARDWISE_SECRET=SECRET)])
 
 
-@pytest.mark.parametrize("failure", drawn_failures(4, ["slurm"]), ids=lambda each: each.kind)
-def test_a_drawn_failure_of_another_host_is_shown_first(
-    cluster: SlurmCluster, failure: DrawnFailure
-) -> None:
+@pytest.mark.parametrize("failure", [*drawn_failures(4, ["slurm"])], ids=lambda each: each.kind)
+def test_a_drawn_failure_of_another_host_is_shown_first(cluster: SlurmCluster, failure: DrawnFailure) -> None:
     print(f"{check_failure(cluster, failure, lambda _: cluster.begin(), 'node2'):.2f} s")
 
 

@@ -194,9 +194,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshCluster]:
         made = SshCluster(hosts, folder, [])
         try:
             for host in hosts:
-                (folder / f"sshd{host.number}").write_text(
-                    SERVER.format(folder=folder, address=host.address)
-                )
+                (folder / f"sshd{host.number}").write_text(SERVER.format(folder=folder, address=host.address))
                 made.start_server(host)
             yield made
         finally:

@@ -109,9 +109,7 @@ def _run(hosts: list[NamespaceHost], script: Path, *words: str, launcher: str = 
     return _outputs(hosts, _commands(hosts, script, *words, launcher=launcher))
 
 
-def _commands(
-    hosts: list[NamespaceHost], script: Path, *words: str, launcher: str = ""
-) -> list[list[str]]:
+def _commands(hosts: list[NamespaceHost], script: Path, *words: str, launcher: str = "") -> list[list[str]]:
     """Return a command for each host that starts two ranks there."""
     launch = [sys.executable, "-m", "shardwise", "launch", "-n", "2", "--num_nodes", "2"]
     launch += ["--launcher", launcher] if launcher else []

@@ -1,4 +1,4 @@
-"""A cable that the kernel slows down by 1.3 is named with the phase ``waiting`` within 20 steps: ``make soak``, as root.
+"""A cable that is 1.3 times as slow is named with the phase ``waiting`` within 20 steps: ``make soak``, as root.
 
 Two network namespaces of two ranks; every rank's bytes share its host's cable.
 """
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tests.namespaces import call_on, namespaces
 from torch import nn
 
 import shardwise
 from shardwise.comm.step_clock import StepClock
-from tests.namespaces import call_on, namespaces
 
 RATE_MBIT, SLOWER = 100, 1.3
 STEPS_TO_NAME, STEPS_BETWEEN = 20, 26

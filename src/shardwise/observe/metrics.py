@@ -108,8 +108,8 @@ class StepRecord(NamedTuple):
     others like them."""
     slowest_phase: str | None = None
     """What made ``slowest_rank`` slow: ``reading``, ``computing``, or ``waiting`` if no rank's own work took 1.15 times
-    as long as that of the others, and waits took a tenth of its step. With ``waiting`` the rank is on the host whose
-    bytes for other hosts were 1.15 times as long on their way as those of the others, or else waited longest."""
+    as long as that of the others, and waits took a tenth of its step. With ``waiting`` the rank is on the host
+    whose bytes were still on their way when the others' had arrived, or else waited longest."""
 
     @property
     def validation(self) -> float | None:

@@ -14,13 +14,15 @@ phase is the one in which r differs most. A single slow step (a collection of ga
 is no straggler.
 
 All ranks of a collective wait until the slowest cable has done its part, so their waits are alike and do not tell whose
-cable it is. For each host h, whose ranks send to other hosts by one cable,
+cable it is. But when a rank has all from the others, its own last bytes are still queued if the cable of its host is
+the slow one, and have arrived if it is not (comm/watching/link_use.py). With
 
-    pace(h)  = seconds in which bytes of h were on their way / bytes that h sent        (comm/watching/link_use.py)
-    link(h)  = pace(h) / median over the other hosts of pace
+    left(h)  = bytes that the ranks of host h have left to send when their gradients' exchange is over
 
-and h has a slow cable if link(h) is as large as late(r) above, where it costs at least ``_LINK`` of the step and
-``_TICK_S``; in other steps it counts as 1. The phase is ``waiting``, and the rank is the one of h whose bytes were slowest.
+host h is behind in a step if waits take ``_EXCHANGE`` of it, and left(h) is ``_LEFT_BYTES`` or more and ``_FAR`` times
+as much as on any other host. It has a slow cable if it was behind in ``_OFTEN`` of the last ``_WINDOW`` steps: not in
+all of them, because a rank that is late for another reason lets its bytes drain. The phase is ``waiting``, and the rank
+is the one of h with the most left.
 
 [Note: false alarms] With times that vary by 10 % and do not depend on the step before, one step is late by chance in
 about one of ten; ten of twelve are in one of 10^8. The test draws them.
@@ -40,11 +42,10 @@ SLOW = 1.15
 _WINDOW, _ENOUGH = 12, 10
 _EXCHANGE = 0.1
 """Least share of a step that waits take if ``waiting`` is the slowest phase."""
-_LINK = 0.05
-"""Least share of a step that a slow cable costs if its host is named."""
 _TINY_S = 1e-9
-_TICK_S = 0.01
-"""Longest tick in which a kernel counts the seconds of connections."""
+_LEFT_BYTES, _FAR, _OFTEN = 1 << 14, 4.0, 6
+_BEHIND = 2.0
+"""Ratio of a host that is behind, beside 1 for the others."""
 
 
 class RankWork(NamedTuple):
@@ -55,8 +56,8 @@ class RankWork(NamedTuple):
     waiting: float
     sent_bytes: float = 0.0
     """Bytes that the rank sent to other hosts."""
-    sending: float = 0.0
-    """Seconds in which such bytes were on their way."""
+    left_bytes: float = 0.0
+    """Bytes that the rank had left to send when its gradients' exchange was over."""
 
     @property
     def own(self) -> float:
@@ -68,11 +69,6 @@ class RankWork(NamedTuple):
         """Seconds of the step."""
         return self.own + self.waiting
 
-    @property
-    def pace(self) -> float:
-        """Seconds on the way for each byte that was sent; 0 without bytes."""
-        return self.sending / self.sent_bytes if self.sent_bytes else 0.0
-
 
 class SlowestRank(NamedTuple):
     """The rank that was slowest in one step."""
@@ -80,15 +76,22 @@ class SlowestRank(NamedTuple):
     rank: int
     phase: SlowPhase
     ratio: float
-    """Its own work over that of its peers; the pace of its host's cable over that of other hosts, if that is slow."""
+    """Its own work over that of its peers."""
     more_s: float
-    """Seconds by which its own work, its waiting or its bytes' time on the way exceeds that of its peers."""
+    """Seconds by which its own work, or its waiting, exceeds that of its peers; for a slow cable, the seconds that what
+    is left to send takes.
+    """
 
 
 class _Lateness:
-    """Finds which of several ranks or hosts is late in most steps of a window, once until it recovers."""
+    """Finds which of several ranks or hosts is late in many steps of a window, once until it recovers.
 
-    def __init__(self) -> None:
+    Args:
+        enough: Number of the window's steps.
+    """
+
+    def __init__(self, enough: int) -> None:
+        self._enough = enough
         self._rows: deque[list[float]] = deque(maxlen=_WINDOW)
         self._named: set[int] = set()
 
@@ -108,7 +111,7 @@ class _Lateness:
         return found, self._mean(found)
 
     def _is_late(self, each: int) -> bool:
-        return self._late_steps(each) >= _ENOUGH and self._mean(each) >= SLOW
+        return self._late_steps(each) >= self._enough and self._mean(each) >= SLOW
 
     def _late_steps(self, each: int) -> int:
         return sum(row[each] >= SLOW for row in self._rows)
@@ -135,7 +138,7 @@ class StragglerWatch:
             by_host.setdefault(hosts[rank] if hosts else 0, []).append(rank)
         self._hosts = list(by_host.values())
         """Ranks of each host."""
-        self._late, self._slow_links = _Lateness(), _Lateness()
+        self._late, self._slow_links = _Lateness(_ENOUGH), _Lateness(_OFTEN)
         self.slowest: SlowestRank | None = None
         """The slowest rank of the last step; None before the first step, and without peers."""
 
@@ -148,7 +151,7 @@ class StragglerWatch:
             works: Seconds of each rank.
         """
         late = [self._ratio(rank, works) for rank in range(len(works))]
-        links = self._ratios_of_links(works)
+        links = [_BEHIND if self._is_behind(host, works) else 1.0 for host in range(len(self._hosts))]
         self._late.add(late)
         self._slow_links.add(links)
         self.slowest = self._slowest(works, late, links)
@@ -156,7 +159,7 @@ class StragglerWatch:
         if found is not None:
             return self._judged(found[0], works, found[1])
         found = self._slow_links.name()
-        return None if found is None else self._of_link(found[0], works, found[1])
+        return None if found is None else self._of_link(found[0], works, late)
 
     def _ratio(self, rank: int, works: Sequence[RankWork]) -> float:
         peers = self._peers[rank]
@@ -165,35 +168,12 @@ class StragglerWatch:
         usual = median(works[other].own for other in peers)
         return works[rank].own / usual if usual > _TINY_S else 1.0
 
-    def _ratios_of_links(self, works: Sequence[RankWork]) -> list[float]:
-        """Return the ratio of each host's pace to that of the others, 1 where it takes little of the step."""
-        step_s = median(each.whole for each in works)
-        found = []
-        for host, more_s in enumerate(self._more_of_links(works)):
-            usual = self._usual_pace(host, works)
-            is_much = usual > 0 and more_s >= max(_LINK * step_s, _TICK_S)
-            found.append(self._pace(host, works) / usual if is_much else 1.0)
-        return found
-
-    def _more_of_links(self, works: Sequence[RankWork]) -> list[float]:
-        """Return the seconds by which each host's bytes were longer on their way than at the pace of the others."""
-        return [
-            self._sent_bytes(host, works) * (self._pace(host, works) - self._usual_pace(host, works))
-            for host in range(len(self._hosts))
-        ]
-
-    def _sent_bytes(self, host: int, works: Sequence[RankWork]) -> float:
-        return sum(works[rank].sent_bytes for rank in self._hosts[host])
-
-    def _pace(self, host: int, works: Sequence[RankWork]) -> float:
-        """Return the seconds for each byte of a host, whose ranks send by one cable at the same time."""
-        sent_bytes = self._sent_bytes(host, works)
-        return max(works[rank].sending for rank in self._hosts[host]) / sent_bytes if sent_bytes else 0.0
-
-    def _usual_pace(self, host: int, works: Sequence[RankWork]) -> float:
-        """Return the median pace of the other hosts that have sent anything; 0 if none has."""
-        others = [self._pace(other, works) for other in range(len(self._hosts)) if other != host]
-        return median([pace for pace in others if pace] or [0.0])
+    def _is_behind(self, host: int, works: Sequence[RankWork]) -> bool:
+        """Return whether a host has far more left to send than the others, in a step in which the exchange matters."""
+        left = [sum(works[rank].left_bytes for rank in ranks) for ranks in self._hosts]
+        others = max((each for other, each in enumerate(left) if other != host), default=0.0)
+        waits = median(each.waiting for each in works) >= _EXCHANGE * median(each.whole for each in works)
+        return waits and left[host] >= max(_LEFT_BYTES, _FAR * others)
 
     def _slowest(
         self, works: Sequence[RankWork], late: Sequence[float], links: Sequence[float]
@@ -203,16 +183,20 @@ class StragglerWatch:
             return None
         rank = max(judged, key=late.__getitem__)
         waits = max(judged, key=lambda each: works[each].waiting)
-        if late[rank] < SLOW and max(links) >= SLOW:
-            host = links.index(max(links))
-            return self._of_link(host, works, links[host])
+        if late[rank] < SLOW and _BEHIND in links:
+            return self._of_link(links.index(_BEHIND), works, late)
         if late[rank] < SLOW and works[waits].waiting >= _EXCHANGE * works[waits].whole:
             return SlowestRank(waits, "waiting", late[waits], works[waits].waiting)
         return self._judged(rank, works, late[rank])
 
-    def _of_link(self, host: int, works: Sequence[RankWork], ratio: float) -> SlowestRank:
-        rank = max(self._hosts[host], key=lambda each: works[each].pace)
-        return SlowestRank(rank, "waiting", ratio, self._more_of_links(works)[host])
+    def _of_link(self, host: int, works: Sequence[RankWork], late: Sequence[float]) -> SlowestRank:
+        ranks = self._hosts[host]
+        rank = max(ranks, key=lambda each: works[each].left_bytes)
+        sent_bytes, left_bytes = (
+            sum(getattr(works[each], name) for each in ranks) for name in ("sent_bytes", "left_bytes")
+        )
+        more_s = works[rank].waiting * left_bytes / sent_bytes if sent_bytes else 0.0
+        return SlowestRank(rank, "waiting", late[rank], more_s)
 
     def _judged(self, rank: int, works: Sequence[RankWork], ratio: float) -> SlowestRank:
         """Return a rank with the phase in which its last step differs most from that of its peers."""

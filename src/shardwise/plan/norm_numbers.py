@@ -45,9 +45,9 @@ class LinkUse(NamedTuple):
     """What one rank sends to ranks of other hosts."""
 
     sent_bytes: float = 0.0
-    """Bytes that the other hosts have acknowledged."""
-    seconds: float = 0.0
-    """Seconds in which such bytes were on their way."""
+    """Bytes that the other hosts have acknowledged in one step."""
+    left_bytes: float = 0.0
+    """Bytes that they have not acknowledged when the gradients' exchange is over for the rank."""
 
 
 NUMBERS_OF_ROW = len(PhaseSeconds._fields) + len(LinkUse._fields)

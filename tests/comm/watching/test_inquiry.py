@@ -187,7 +187,9 @@ def test_a_job_of_another_host_that_gives_no_sign_has_ended(
 def test_what_a_rank_of_the_same_host_has_found_comes_first() -> None:
     """Ranks of other hosts only know that nothing is heard."""
     far = "rank 2 does not answer: nothing is heard from its host"
-    near = 'rank 2 does not answer: its process 7 sleeps (state S). Its main thread is at\n  File "x.py", line 1'
+    near = (
+        'rank 2 does not answer: its process 7 sleeps (state S). Its main thread is at\n  File "x.py", line 1'
+    )
     assert _told_of(2, [far, near]) == ("its process 7 sleeps (state S)", '  File "x.py", line 1')
     assert _told_of(2, [far]) == ("nothing is heard from its host", "")
     assert _told_of(1, [far, near]) == ("", "")

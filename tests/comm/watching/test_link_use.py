@@ -1,5 +1,6 @@
 """What a process sends to addresses of other hosts is counted, and nothing else; here the other host is this one."""
 
+import contextlib
 import socket
 import sys
 import time
@@ -34,20 +35,17 @@ def send(pair: Pair, count: int) -> None:
     near.setblocking(False)
     left = count
     while left:
-        try:
+        with contextlib.suppress(BlockingIOError):
             near.send(bytes(min(left, 1 << 16)))
-        except BlockingIOError:
-            pass
         left -= len(far.recv(min(left, 1 << 20)))
     time.sleep(0.05)
 
 
-def test_bytes_and_their_seconds_are_counted_once(pair: Pair) -> None:
+def test_bytes_are_counted_once(pair: Pair) -> None:
     meter = LinkMeter(["127.0.0.9"])
     assert meter.take() == (0.0, 0.0)
     send(pair, 1 << 16)
-    sent_bytes, seconds = meter.take()
-    assert sent_bytes == 1 << 16 and 0 <= seconds < 5
+    assert meter.take() == (1 << 16, 0.0)
     assert meter.take() == (0.0, 0.0)
 
 
@@ -58,28 +56,26 @@ def test_what_goes_elsewhere_is_not_counted(pair: Pair) -> None:
     assert meter.take() == (0.0, 0.0)
 
 
-def test_a_receiver_without_room_is_no_slow_cable(pair: Pair) -> None:
-    """The bytes wait for the receiver's program and not for the cable."""
+def test_bytes_that_have_not_arrived_are_left(pair: Pair) -> None:
+    """The receiver's kernel has no room for all of them."""
     near, far = pair
     meter = LinkMeter(["127.0.0.9"])
     meter.take()
     near.setblocking(False)
-    try:
+    handed = 0
+    with contextlib.suppress(BlockingIOError):
         while True:
-            near.send(bytes(1 << 16))
-    except BlockingIOError:
-        pass
-    time.sleep(0.6)
-    far.setblocking(False)
-    try:
-        while True:
-            far.recv(1 << 20)
-            time.sleep(0.001)
-    except BlockingIOError:
-        pass
-    time.sleep(0.3)
-    sent_bytes, seconds = meter.take()
-    assert sent_bytes > 1 << 16 and seconds < 0.3
+            handed += near.send(bytes(1 << 16))
+    time.sleep(0.1)
+    sent_bytes, left_bytes = meter.take()
+    # An unacknowledged segment counts as a whole one.
+    assert 0 < sent_bytes < handed and handed - sent_bytes <= left_bytes < handed - sent_bytes + (1 << 18)
+    far.settimeout(1)
+    got = 0
+    while got < handed:
+        got += len(far.recv(1 << 20))
+    time.sleep(0.1)
+    assert meter.take() == (handed - sent_bytes, 0.0)
 
 
 def test_connections_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:

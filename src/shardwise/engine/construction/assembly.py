@@ -251,8 +251,8 @@ def _tell_slow(site: RuntimeContext, slow: SlowestRank, ranks: range) -> None:
     )
     if slow.phase == "waiting":
         said = (
-            f"the host of {who} has a slow cable: what its ranks send to other hosts is on its way {slow.ratio:.2f} "
-            f"times as long as what other hosts send, {slow.more_s:.3g} s more in a step, for which all ranks wait"
+            f"the host of {who} has a slow cable: when its ranks have all from the other hosts, what they send is "
+            f"still on its way, for about {slow.more_s:.3g} s in a step; all ranks wait for it"
         )
     site.clock.tell_slow(slow.rank, slow.phase, said)
     if site.world.rank == 0:

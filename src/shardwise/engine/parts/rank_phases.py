@@ -8,8 +8,8 @@
 
 so the phases of a rank add up to its time. Each rank has a row of its own in the numbers that NORM sums, zeros in the
 rows of others, and the sums are the rows of all ranks. A row describes the step before, which is over when NORM runs.
-In a job on several hosts a row also has the bytes that the rank sent to other hosts, and how long they were on their way
-(comm/watching/link_use.py).
+In a job on several hosts a row also has the bytes that the rank sent to other hosts, and those that are left to send
+when NORM begins, behind the gradients' exchange (comm/watching/link_use.py).
 
 A rank that is slow in its own work lets the others wait for it: their exchange grows, and its compute or data does.
 That tells a slow rank from a slow link (observe/diagnosis.py).
@@ -43,7 +43,8 @@ class RankPhases:
         part_of: Function from a rank to the number of the part of the model that it computes; None: all compute the
             same.
         hosts: Number of each rank's host; empty: all ranks are on one host.
-        link: Function that returns what this rank has sent to other hosts since its last call; None: there are none.
+        link: Function that returns what this rank has sent to other hosts since its last call, and what is left; None:
+            there are none.
     """
 
     def __init__(
@@ -61,10 +62,11 @@ class RankPhases:
         rows = range(0, ranks, self._shared)
         self._sums = [PhaseSeconds()] * len(rows)
         self._stragglers = StragglerWatch(
-            [0 if part_of is None else part_of(each) for each in rows], [hosts[each] if hosts else 0 for each in rows]
+            [0 if part_of is None else part_of(each) for each in rows],
+            [hosts[each] if hosts else 0 for each in rows],
         )
         self._take_link = link
-        self._own, self._link = PhaseSeconds(), LinkUse()
+        self._own = PhaseSeconds()
         self._reported: dict[Reported, float] = {"data": 0.0, "save": 0.0}
         self._ended_s: float | None = None
         self.steps = 0
@@ -80,10 +82,8 @@ class RankPhases:
         data, save = self._reported["data"], self._reported["save"]
         self._reported = {"data": 0.0, "save": 0.0}
         self._ended_s = now_s
-        link = LinkUse() if self._take_link is None else self._take_link()
         if before_s is None:
             return
-        self._link = link
         passes = trace.seconds()
         waits, in_update = _waits_of(trace)
         exchange = sum(waits.values())
@@ -93,9 +93,14 @@ class RankPhases:
         self._own = known._replace(rest=max(now_s - before_s - known.total, 0.0))
 
     def numbers(self) -> list[float]:
-        """Return the rows of all ranks: this rank's last step in its own row, zeros in the others."""
+        """Return the rows of all ranks: this rank's last step in its own row, zeros in the others.
+
+        Called once in each step.
+        """
         found = [0.0] * (NUMBERS_OF_ROW * len(self._sums))
-        found[self._row * NUMBERS_OF_ROW : (self._row + 1) * NUMBERS_OF_ROW] = (*self._own, *self._link)
+        link = LinkUse() if self._take_link is None else self._take_link()
+        if self._own.total:  # the first step of a process is not measured
+            found[self._row * NUMBERS_OF_ROW : (self._row + 1) * NUMBERS_OF_ROW] = (*self._own, *link)
         return found
 
     @property
@@ -133,7 +138,7 @@ class RankPhases:
             seconds = PhaseSeconds(*(value / shared for value in each[:phases]))
             link = LinkUse(*each[phases:])
             own = seconds.data, seconds.compute + seconds.update
-            works.append(RankWork(*own, seconds.exchange, link.sent_bytes, link.seconds / shared))
+            works.append(RankWork(*own, seconds.exchange, link.sent_bytes, link.left_bytes))
         found = self._stragglers.look(works)
         return None if found is None else found._replace(rank=found.rank * self._shared)
 
