@@ -42,7 +42,7 @@ class PhaseSeconds(NamedTuple):
 
 
 class LinkUse(NamedTuple):
-    """What one rank sends to ranks of other hosts."""
+    """Bytes of one rank for ranks of other hosts."""
 
     sent_bytes: float = 0.0
     """Bytes that the other hosts have acknowledged in one step."""

@@ -1,6 +1,6 @@
 """The use of a host's cable: what this rank sends to other hosts, and what is left to send when an exchange is over.
 
-The kernel knows both for each TCP connection (``TCP_INFO``), so nothing is added to what is sent:
+The kernel has both for each TCP connection (``TCP_INFO``), so nothing is added to what is sent:
 
     sent     bytes that the other host has acknowledged since the last look
     left     bytes that this process has handed over and the other host has not acknowledged
@@ -43,7 +43,7 @@ _MAPPED = bytes(10) + b"\xff\xff"
 
 
 class _Counts(NamedTuple):
-    """What the kernel knows of one connection."""
+    """The counts of one connection."""
 
     acked_bytes: int
     left_bytes: int
@@ -109,7 +109,7 @@ class LinkMeter:
         return at is not None and _short(self._place.raw[at]) in self._addresses
 
     def _counts_of(self, descriptor: int) -> _Counts | None:
-        """Return what the kernel knows; None if the descriptor is no TCP connection any more."""
+        """Return the counts of a connection; None if the descriptor is no TCP connection any more."""
         assert self._libc is not None, "only called where there is TCP_INFO"
         size = ctypes.c_uint32(_INFO_BYTES)
         given = descriptor, socket.IPPROTO_TCP, _TCP_INFO, self._info, ctypes.byref(size)
