@@ -205,7 +205,7 @@ def kill(pids: Sequence[int]) -> None:
         time.sleep(0.05)
 
 
-def rings_of(folder: Path, ranks: int, patience_s: float = 60.0) -> list[RankRing]:
+def rings_of(folder: Path, ranks: int, patience_s: float = 180.0) -> list[RankRing]:
     """Wait until all ranks of a job have rings, and return these."""
     end = time.monotonic() + patience_s
     while len(list(folder.glob("rank_*.ring"))) < ranks:
@@ -280,7 +280,7 @@ def trial_by(
         )
     try:
         places = runtime / "shardwise" / "flight"
-        end = time.monotonic() + 90
+        end = time.monotonic() + 180
         while not any(places.glob("*/rank_*.ring")):
             assert job.poll() is None and time.monotonic() < end, (runtime / "output").read_text()
             time.sleep(0.1)

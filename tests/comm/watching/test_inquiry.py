@@ -110,6 +110,7 @@ def test_hangs_on_two_hosts_are_named_from_either_and_from_a_third(
 ) -> None:
     """The hosts are network namespaces, which share processes: the doctor may look at those of its own host alone."""
     monkeypatch.setattr(inquiry, "_shares_processes", operator.eq)
+    monkeypatch.setattr("tests.namespaces._PATIENCE_S", 300.0)
     with namespaces() as hosts:
 
         def run(number: int, hang: DrawnHang) -> tuple[JobVerdict, JobVerdict]:
