@@ -168,6 +168,7 @@ def trial(
         target=lambda: _ignored(pool, way, who, config, str(folder), silent_s), daemon=True
     )
     caller.start()
+    rings_of(folder, pool.size)
     found = verdicts(folder, identity("").host, after_s, lambda: kill(pool.pids))
     caller.join(10)
     return found

@@ -88,6 +88,7 @@ def campaign(
             if not is_right(verdict, hang.way, hang.who):
                 missed.append((hang, verdict))
                 print(f"missed {'dead' if missed is dead else 'alive'}: {hang}: {verdict}", flush=True)
+        print(f"{count}: {hang}", flush=True)
     print(f"of {count}: missed alive {len(alive)}, missed from files {len(dead)}")
     assert len(alive) <= 0.05 * count, alive
     assert not dead, dead

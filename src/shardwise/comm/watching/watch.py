@@ -507,6 +507,7 @@ class Watchdog:
                 continue
             if silent_seconds(ring_path(folder, rank)) > SILENT_S:
                 self._story = f"rank {rank} does not answer: {self._seen_from_outside(rank)[1]}"
+                self._snapshot()  # the job may be killed before the next second
 
     def _judge_alone(self, wait: CollectiveWait, silence_s: float) -> None:
         """Judge, while the store does not answer, by what can be seen of the ranks of this host from outside."""
