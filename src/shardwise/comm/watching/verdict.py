@@ -16,7 +16,7 @@ Cost: one look at each record that two ranks have in common.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from shardwise.base.words import named_ranks
 from shardwise.comm.watching.answers import AwaitedCall, RankAnswer, StartedCall
@@ -414,6 +414,7 @@ def blamed_in(text: str) -> int | None:
     return None if found is None else int(found[1])
 
 
+_PHASES: Mapping[str, RankPhase] = {"reading": "reading", "computing": "computing", "waiting": "waiting"}
 _RECENT_S = 120.0
 """Seconds for which a rank counts as slow after it was found to be."""
 
@@ -426,8 +427,8 @@ def _of_slow(job: Sequence[RankEvidence]) -> JobVerdict | None:
         late = next((other for other in job if slow is not None and other.rank == slow.rank), None)
         if slow is not None and late is not None and age_s < _RECENT_S:
             found = _named("slow", late, [], "", age_s)
-            phase = next((each for each in get_args(RankPhase) if each == slow.phase), "computing")
-            return found._replace(sentence=f"{slow.words} (found {age_s:.0f} s ago)", phase=phase)
+            said = f"{slow.words} (found {age_s:.0f} s ago)"
+            return found._replace(sentence=said, phase=_PHASES.get(slow.phase, "computing"))
     return None
 
 
