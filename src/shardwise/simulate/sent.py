@@ -57,7 +57,9 @@ _SUMS, _GUESSES, _FAULTS, _LOSSES = 4, 5, 3, 4
 _BESIDE_PAIRS = 4
 """Numbers beside those of each expert that a mixture sums (parallel/expert/loads.py)."""
 _VERDICTS = 2
-"""Numbers by which ranks of a model tell one another of tables: a dropped pass, and a full table."""
+"""Numbers by which ranks of a model tell one another of tables: a dropped pass, and a refused step."""
+_IN_TIERS = 2
+"""Numbers of a group of tables with tiers: rows that have no room in memory, and whether the disk has failed."""
 _WORD = 16
 """Alignment of the parts of saved tensors along "tp" (tiers/activations.py)."""
 
@@ -219,9 +221,16 @@ class RankExchanges:
             for group in self._loads(unit.index)
             for table in group.tables.tables
         )
+        tiered = sum(
+            group.tables.tables[0].tiers is not None
+            for unit in self._ranks.tables
+            for group in self._loads(unit.index)
+        )
         delivered = self.microbatches * len(self._ranks.tables)
         has_tables = any(each.tables for each in plan.classes.values())
-        return both + self._watches_edits + delivered + capped, both + _VERDICTS * has_tables
+        compared = has_tables and plan.mesh.size("model") > 1
+        over_dp = both + self._watches_edits + delivered + capped + _IN_TIERS * tiered + compared
+        return over_dp, both + _VERDICTS * has_tables
 
     @property
     def _watches_edits(self) -> bool:

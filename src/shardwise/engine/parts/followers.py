@@ -123,11 +123,11 @@ class TablesFollower(StepFollower):
         return self._tables.numbers()
 
     def over_model(self, sums: Tensor) -> Tensor:
-        """Return whether a pass is dropped, and whether a table is too full."""
+        """Return whether a pass is dropped, and whether a table or a disk refuses the step."""
         return self._tables.verdict(sums)
 
     def settle(self, sums: Sequence[float], over_model: Sequence[float] | None) -> None:
-        """Drop passes without a backward pass; raise on all ranks if a table is too full."""
+        """Drop passes without a backward pass; raise on all ranks if a table is too full or a disk has failed."""
         self._tables.settle(sums, over_model or (0.0, 0.0))
 
     def end_step(self, applied: bool) -> None:

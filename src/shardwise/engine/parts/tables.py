@@ -7,7 +7,7 @@ collections of a model one by one and calls them at these points of a step:
     step        deliver         row gradients go to the owners of the rows
                 square_sum      joins Σ g² of the dense gradients: one norm, one clip factor, one decision to skip
                 settle          with numbers of the same all-reduce: drops passes without a backward pass, and refuses
-                                the step if a table is full
+                                the step if a table is full, or if the disk of any rank has failed
                 step or drop    with the schedule's factor and the divisor that turns sums into means
 
 Beside "pp" a collection lies on the stage that uses it, spread over that stage's data-parallel ranks. Beside "tp" all
@@ -17,6 +17,7 @@ rows, and the first of them counts in the norm and writes into checkpoints.
 Cost: parallel/embedding/cost.py; with several ranks to a model one small all-reduce over them in each step.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +27,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.errors import ConfigError, PlanError, TableFullError, UsageError
+from shardwise.base.errors import (
+    ConfigError,
+    PlanError,
+    ShardwiseError,
+    TableFullError,
+    TierError,
+    UsageError,
+)
 from shardwise.base.policy import nearest
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import share
+from shardwise.comm.first_text import common_error
 from shardwise.comm.step_clock import StepClock
 from shardwise.comm.trace import Traffic
 from shardwise.comm.world import World
@@ -73,6 +82,8 @@ class ModelTables:
         self.stages = dict(stages)
         self._groups = groups
         self._device = device
+        self._drift: PlanError | None = None
+        """Difference between the gradients of ranks along "tp", until ``settle``."""
         read = [name for _, _, table in self.each() for name in table.feature_names]
         for collection in self.collections.values():
             collection.note_read_elsewhere(read)
@@ -160,19 +171,25 @@ class ModelTables:
         return sum(found, CacheFigures()) if found else None
 
     def compare(self) -> None:
-        """Compare the gradients of the ranks along "tp" after all have been delivered.
+        """Compare the gradients of the ranks along "tp" after all have been delivered; ``settle`` raises a difference.
 
         Collective over the ranks that share a model, including ranks without a table.
-
-        Raises:
-            PlanError: on all ranks alike, if ranks along "tp" have different gradients.
         """
-        if self and self._groups["model"].size > 1:
-            self._compare()
+        if self._is_shared:
+            self._drift = self._compared()
+
+    @property
+    def _is_shared(self) -> bool:
+        """True if the model has tables and several ranks share a model."""
+        return bool(self) and self._groups["model"].size > 1
 
     def numbers(self) -> list[float]:
-        """Return the numbers that the ranks along "dp" must sum before ``settle``."""
-        return [number for collection in self.collections.values() for number in collection.placed.numbers()]
+        """Return the numbers that the ranks along "dp" must sum before ``settle``.
+
+        Those of the collections; where ranks share a model, then 1 if ranks along "tp" have different gradients.
+        """
+        found = [number for collection in self.collections.values() for number in collection.placed.numbers()]
+        return found + [float(self._drift is not None)] * self._is_shared
 
     def verdict(self, sums: Tensor) -> Tensor:
         """Return whether a pass will be dropped and whether a table is too full, without a copy to the host: fp64 [2].
@@ -181,13 +198,14 @@ class ModelTables:
             sums: ``numbers`` summed over "dp".
         """
         bounds = [each for collection in self.collections.values() for each in collection.placed.bounds]
+        bounds += [(0.0, 0.0)] * self._is_shared
         if not bounds:
             return sums.new_zeros(2)
         least, most = to_device(torch.tensor(bounds, dtype=torch.float64), sums.device).unbind(1)
         return torch.stack([(sums < least).any(), (sums > most).any()]).double()
 
     def settle(self, sums: Sequence[float], over_model: Sequence[float]) -> None:
-        """Drop passes without a backward pass, and refuse the step if a table is too full.
+        """Drop passes without a backward pass, and refuse the step if a table is too full or a disk has failed.
 
         Args:
             sums: ``numbers`` summed over "dp".
@@ -195,29 +213,57 @@ class ModelTables:
 
         Raises:
             TableFullError: on all ranks alike, if a table is too full.
+            TierError: on all ranks alike, if the disk of any rank has failed.
+            PlanError: on all ranks alike, if ranks along "tp" have different gradients.
         """
-        full: TableFullError | None = None
+        failed: ShardwiseError | None = None
         start = 0
         for collection in self.collections.values():
             stop = start + len(collection.placed.bounds)
             try:
                 collection.placed.settle(sums[start:stop])
-            except TableFullError as error:
-                full = full or error
+            except (TableFullError, TierError) as error:
+                failed = failed or error
             start = stop
-        model, (lets_go, is_full) = self._groups["model"], over_model
+        drift, self._drift = self._drift, None
+        failed = failed or drift
+        model, (lets_go, is_refused) = self._groups["model"], over_model
         if model.size > 1 and lets_go:  # dropped passes have changed the row counts
-            found = to_device(torch.tensor([float(full is not None)], dtype=torch.float64), self._device)
+            found = to_device(torch.tensor([float(failed is not None)], dtype=torch.float64), self._device)
             model.all_reduce(found, "whether a table is full", "control").wait()
-            is_full = float(found)
-        if full is not None:
-            raise full
-        if model.size > 1 and is_full:
-            raise TableFullError(
-                "a table on another stage is full; the error there names it. Rows are those of the step before"
-            )
+            is_refused = float(found) + (sums[-1] if self._is_shared else 0.0)
+        if model.size > 1 and is_refused:
+            raise common_error(failed, self._groups["world"], self._device)
+        if failed is not None:
+            raise failed
 
-    def _compare(self) -> None:
+    @contextlib.contextmanager
+    def deferred_faults(self) -> Iterator[None]:
+        """Keep errors of the disk below the tables in the context; ``raise_faults`` follows."""
+        with contextlib.ExitStack() as stack:
+            for collection in self.collections.values():
+                stack.enter_context(collection.placed.deferred_faults())
+            yield
+
+    def raise_faults(self) -> None:
+        """Raise the error of the disk that any rank has kept. Collective over all ranks if a table has tiers.
+
+        Raises:
+            TierError: on all ranks alike.
+        """
+        if not self.is_tiered:
+            return
+        found = [collection.placed.take_fault() for collection in self.collections.values()]
+        error = next((each for each in found if each is not None), None)
+        world = self._groups["world"]
+        failed = to_device(torch.tensor([float(error is not None)], dtype=torch.float64), self._device)
+        if world.size > 1:
+            world.all_reduce(failed, "whether a disk has failed", "control").wait()
+        if float(failed):
+            raise common_error(error, world, self._device)
+
+    def _compared(self) -> PlanError | None:
+        """Return the error of ranks along "tp" with different gradients; None if all have the same."""
         model = self._groups["model"]
         vector = torch.zeros(3 * len(self.everywhere), dtype=torch.float64)
         vector[0::3] = torch.tensor([float(name in self.collections) for name in self.everywhere])
@@ -235,12 +281,13 @@ class ModelTables:
         ):
             spread = squared / ranks - (total / ranks) ** 2
             if spread > (_ALIKE * total / ranks) ** 2:
-                raise PlanError(
+                return PlanError(
                     f"tables: the {ranks:.0f} ranks along tp come to different gradients of the vectors of {name!r}, "
                     "so that their rows would drift apart: the vectors are used where each rank holds its part of the "
                     "features. Use them in front of the layers that are cut, or leave the module that uses them whole "
                     "('replicate' in tensor.table)"
                 )
+        return None
 
     def square_sum(self) -> Tensor:
         """Return Σ g² over the delivered gradients of the rows that this rank counts: fp64."""
@@ -258,6 +305,7 @@ class ModelTables:
 
     def drop(self) -> None:
         """Drop the gradients of this step."""
+        self._drift = None
         for collection in self.collections.values():
             collection.placed.drop()
 

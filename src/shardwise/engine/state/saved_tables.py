@@ -86,7 +86,8 @@ class TablesToSave(NamedTuple):
 def items_to_save(tables: ModelTables, since: Mapping[str, int] | None = None) -> TablesToSave:
     """Return the rows that this rank writes, as the last step left them. Collective.
 
-    Of ranks along "tp" that hold the same rows only the first writes them.
+    Of ranks along "tp" that hold the same rows only the first writes them. An error of the disk below tables with tiers
+    is kept: ``ModelTables.raise_faults`` follows on all ranks.
 
     Args:
         tables: The tables of the model.
@@ -116,7 +117,8 @@ def items_to_save(tables: ModelTables, since: Mapping[str, int] | None = None) -
             if streamed is not None:
                 found = _items_later(name, table, steps, streamed)
             else:
-                found = _items_now(name, collection, table, steps, None if since is None else since[name])
+                with tables.deferred_faults():
+                    found = _items_now(name, collection, table, steps, None if since is None else since[name])
             items += found.items
             notes["tables"][name] = found.note
             fault = fault or (found.fault and f"table {name!r}: {found.fault}")
@@ -295,7 +297,25 @@ def load(
     weights_only: bool,
     left: Container[str] = (),
 ) -> None:
-    """Fill every table except ``left`` from a step that ``compare`` and ``examine`` have accepted. Collective."""
+    """Fill every table except ``left`` from a step that ``compare`` and ``examine`` have accepted. Collective.
+
+    Raises:
+        TierError: on all ranks, if the disk below tables with tiers fails on any; the tables are in part those of the
+            step then.
+    """
+    with tables.deferred_faults():
+        _load(tables, checkpoints, stored, weights_only, left)
+    tables.raise_faults()
+
+
+def _load(
+    tables: ModelTables,
+    checkpoints: Checkpoints,
+    stored: StoredTables,
+    weights_only: bool,
+    left: Container[str],
+) -> None:
+    """Fill every table except ``left``; an error of the disk below the tables is kept."""
     notes, manifest = stored.notes, stored.manifest
     # Other ranks read the other collections, in as many steps.
     for name, collection in tables.collections.items():

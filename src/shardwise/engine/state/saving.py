@@ -79,6 +79,7 @@ def save(
     parts.folders.join()  # a save reads the tables while steps go on, so the one before it ends first
     tables = saved_tables.items_to_save(parts.tables, part.since) if parts.tables else None
     try:
+        parts.tables.raise_faults()
         _save(parts, loaders, part, folder, trainer, tables, options)
     except BaseException:
         if tables is not None:
@@ -129,7 +130,8 @@ def _save(
             item._replace(name=plain_name(item.name))
             for item in _items_to_save(parts, labels, stateless, opened)
         ]
-        if _is_on_disk(parts):  # an asynchronous save would copy the disk's state into memory
+        # An asynchronous save would copy the disk's state into memory. Rows in tiers are read as they are now.
+        if _is_on_disk(parts) or parts.tables.is_tiered:
             options["asynchronous"] = False
         parts.folders.at(folder).save(
             progress.step_count,

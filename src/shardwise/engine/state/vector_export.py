@@ -106,7 +106,9 @@ class VectorExport:
         self._last = None  # an export that fails is followed by full vectors
         each_here = [each for each in parts.tables.each() if parts.tables.is_here(each[1])]
         since = {name: collection.steps for name, collection, _ in each_here}
-        rows = self._rows(last)
+        with parts.tables.deferred_faults():
+            rows = self._rows(last)
+        parts.tables.raise_faults()
         coordinator = parts.folders.coordinator(f"export of step {step}")
         with coordinator.at_work():
             try:

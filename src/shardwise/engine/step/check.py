@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.base.errors import PlanError, ShardwiseError, UsageError
 from shardwise.base.pytree import rebuilt, tensors_by_path
 from shardwise.base.user_hooks import is_users
+from shardwise.comm.first_text import first_text
 from shardwise.compose.module_steps import recompute_blocks
 from shardwise.compose.spec import ParameterSpec
 from shardwise.config.run import RunConfig
@@ -63,7 +64,6 @@ from shardwise.passes.generators import RandomGenerators
 from shardwise.passes.replay import DrawReplay
 
 _log = logging.getLogger("shardwise")
-_TEXT_BYTES = 2000
 _NAMED = 5
 _SHARE_OF_FREE = 0.25
 _COPIES = 4
@@ -618,15 +618,7 @@ class FirstStepCheck:
 
     def _told(self, problem: str) -> str:
         """Return the text of the first rank that has one, on every rank. Collective."""
-        world, device = self._parts.groups["world"], self._parts.device
-        have = torch.zeros(world.size, dtype=torch.float64, device=device)
-        have[world.index] = float(bool(problem))
-        world.all_reduce(have, "whose words", purpose="control").wait()
-        words = torch.tensor(
-            list(problem.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)), dtype=torch.uint8, device=device
-        )
-        world.broadcast(words, int(torch.argmax(have)), "the check's words").wait()
-        return bytes(words.cpu().tolist()).decode(errors="replace").strip()
+        return first_text(problem, self._parts.groups["world"], self._parts.device)
 
     def _say(self, reason: str) -> None:
         if self._parts.world.rank == 0:

@@ -142,7 +142,7 @@ class KeysAhead:
     def read(self, action: Action) -> None:
         """Run READ: read rows of one microbatch from a disk into memory.
 
-        An error of the disk is left to FETCH, which reads what is missing in the caller's thread.
+        An error of the disk is left to FETCH, which reads what is missing in the caller's thread and tells all ranks.
         """
         with contextlib.suppress(TierError):
             self._parts.program.tables.read(action, self._depth)

@@ -14,17 +14,18 @@ Cost: cost.py.
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from shardwise.base.errors import CommError, DataError, TableFullError, UsageError
+from shardwise.base.errors import CommError, DataError, TableFullError, TierError, UsageError
 from shardwise.base.policy import nearest
 from shardwise.base.ragged import Ragged
 from shardwise.base.words import named_ranks
 from shardwise.comm.collectives import Group
 from shardwise.comm.exchange import RowParcel, carry, share
+from shardwise.comm.first_text import common_error
 from shardwise.kernels.tables.unique import UniqueScratch
 from shardwise.kernels.tables.wire import WireName
 from shardwise.optim.clip import clip_factor
@@ -48,6 +49,7 @@ from shardwise.parallel.embedding.rows.store import RowStore
 from shardwise.parallel.embedding.transfer import SlabRows, together
 from shardwise.parallel.embedding.ways import KeyRequest, PreparationLane, way_of
 
+_CPU = torch.device("cpu")
 _REFUSED = -1
 """Number of keys that a rank sends if it refused its batch."""
 _MANY_PASSES, _MOST_PASSES = 64, 4096
@@ -308,11 +310,13 @@ class PlacedTables:
 
         Raises:
             UsageError: if a second training forward pass runs on one prepared batch.
+            TierError: on all ranks, if the disk of any rank fails. In a pass of an engine that learns, such a rank goes
+                on with zeros, and ``settle`` raises the error.
         """
         if self.on_fetch is not None:
             self.on_fetch(prepared, learns)
         weighs = torch.is_grad_enabled() and any(weights is not None for weights in prepared.weights)
-        with torch.no_grad():
+        with torch.no_grad(), self.deferred_faults():
             fetched = [
                 part.way.fetch(each, part.store, learns)
                 for part, each in zip(self.parts, prepared.asked, strict=True)
@@ -324,6 +328,8 @@ class PlacedTables:
                     [next(came) if output.device.type == "cpu" else output for output in of_part]
                     for of_part in fetched
                 ]
+        if not learns or not self._is_led:
+            self._raise_faults()
         if not learns and not weighs:
             return [[output.to(self._compute_dtype) for output in of_part] for of_part in fetched]
         if learns:
@@ -339,6 +345,27 @@ class PlacedTables:
         anchor = torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=learns)
         outputs = iter(BatchVectors.apply(anchor, self.parts, prepared, learns, *prepared.weights, *flat))
         return [[next(outputs).to(self._compute_dtype) for _ in of_part] for of_part in fetched]
+
+    @contextlib.contextmanager
+    def deferred_faults(self) -> Iterator[None]:
+        """Keep errors of the disk below the tables in the context, which the caller then tells all ranks."""
+        with contextlib.ExitStack() as stack:
+            for part in self._tiered:
+                stack.enter_context(part.store.faults.deferred())
+            yield
+
+    def take_fault(self) -> TierError | None:
+        """Return the first error of the disk that was kept, and forget all; None if there is none."""
+        found = [error for part in self._tiered if (error := part.store.faults.take()) is not None]
+        return found[0] if found else None
+
+    def _raise_faults(self) -> None:
+        """Raise the error of the disk that any rank has kept. Collective for tables with tiers."""
+        if not self._tiered:
+            return
+        error = self.take_fault()
+        if self._summed([float(error is not None)])[0]:
+            raise common_error(error, self.group, _CPU)
 
     def _check_steps(self) -> None:
         """Warn, and later raise UsageError, if a loop never calls ``step``: it would keep every batch."""
@@ -422,19 +449,26 @@ class PlacedTables:
     def bounds(self) -> list[tuple[float, float]]:
         """The least and the most that each summed number may be: else a pass is let go, or a table is too full."""
         most = [math.inf if table.capacity is None else float(table.capacity) for _, table in self._capped]
-        most += [0.0] * len(self._tiered)
+        most += [0.0] * 2 * len(self._tiered)
         return [(1.0, math.inf)] * len(self._delivered) + [(0.0, each) for each in most]
 
     def numbers(self) -> list[float]:
         """Return what the ranks must sum before ``settle``.
 
         For each delivered pass 1 if its gradients came on this rank, else 0; then the rows after this step of each
-        table that may be too full, and the rows of this step that have no room in the memory of each group with tiers.
-        If the gradients of a pass came on no rank, they are all 0, so ``square_sum`` need not wait for ``settle``.
+        table that may be too full; then for the groups with tiers the rows of this step that have no room in memory,
+        and 1 for each whose disk has failed. If the gradients of a pass came on no rank, they are all 0, so
+        ``square_sum`` need not wait for ``settle``.
+
+        The rows of this step are brought into memory, so that STEP needs no disk.
         """
+        stores = [part.store for part in self._tiered]
+        for store in stores:
+            store.bring_rows_of_step()
         came = [float(prepared.gradients_came) for prepared, _ in self._delivered]
         rows = [float(table.rows_after(self.steps + 1) * store.is_counted) for store, table in self._capped]
-        return came + rows + [float(part.store.rows_too_many) for part in self._tiered]
+        in_tiers = [store.rows_too_many for store in stores] + [store.faults.is_pending for store in stores]
+        return came + rows + [float(number) for number in in_tiers]
 
     @torch.no_grad()
     def settle(self, sums: Sequence[float]) -> bool:
@@ -452,6 +486,7 @@ class PlacedTables:
         Raises:
             TableFullError: on all ranks alike, if a table would have more rows than its capacity and evicts none for
                 it. The new keys of the step are forgotten then, and its gradients: rows are those of the step before.
+            TierError: on all ranks alike, if the disk of any rank has failed; the rows are as above.
         """
         delivered, self._delivered = self._delivered, []
         kept = [each for each, number in zip(delivered, sums, strict=False) if number]
@@ -460,10 +495,12 @@ class PlacedTables:
         if is_cut:
             for part in self.parts:
                 part.store.drop()
-            self._take_again([prepared for prepared, _ in kept])
+            with self.deferred_faults():
+                self._take_again([prepared for prepared, _ in kept])
             for prepared, gradients in kept:
                 self._add(prepared, gradients)
             rows = self._summed(self.numbers())
+        self._check_disk(rows)
         self._check_room(rows)
         return is_cut
 
@@ -484,6 +521,14 @@ class PlacedTables:
                     rows = part.store.rows(asked.arrived, asked.stretches, learns=True)
                     asked.rows = SlabRows(rows, rows)
 
+    def _check_disk(self, rows: Sequence[float]) -> None:
+        """Raise TierError if the disk of any rank has failed; ``rows`` are the sums behind those of the passes."""
+        first = len(self._capped) + len(self._tiered)
+        if any(rows[first:]):
+            error = self.take_fault()
+            self.drop()
+            raise common_error(error, self.group, _CPU)
+
     def _check_room(self, rows: Sequence[float]) -> None:
         """Raise TableFullError if a table would have more ``rows`` than its capacity, or a step more than memory."""
         for (_, table), total in zip(self._capped, rows, strict=False):
@@ -494,7 +539,7 @@ class PlacedTables:
                     "and evicts none for that; raise dynamic.capacity (or budget_bytes), admit fewer keys, or set "
                     "dynamic.eviction.type: lru or lfu"
                 )
-        for part, more in zip(self._tiered, rows[len(self._capped) :], strict=True):
+        for part, more in zip(self._tiered, rows[len(self._capped) :], strict=False):
             if more:
                 self.drop()
                 raise TableFullError(
@@ -534,12 +579,13 @@ class PlacedTables:
             part.store.step(self.steps, lr_factor, divisor)
 
     def drop(self) -> None:
-        """Discard the gradients and new keys since the last step.
+        """Discard the gradients and new keys since the last step, and an error of the disk that was kept.
 
         Rows, scores and keys that wait for admission become those of the step before.
         """
         self._open.clear()
         self._delivered.clear()
+        self.take_fault()
         for part in self.parts:
             part.store.drop()
 

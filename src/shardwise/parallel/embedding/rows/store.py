@@ -5,7 +5,7 @@
                                                  dynamic: address space for the most rows that a table may have;
                                                  memory is taken as rows come, and no row moves as a table grows
     index   key -> row, one for each dynamic table
-    cache   row -> place of ``lines``, if the tables have tiers; the other rows are on a disk (tiers/row_cache.py).
+    tiers   row -> place of ``lines``, if the tables have tiers; the other rows are on a disk (rows_in_tiers.py).
             Without tiers the place of a row is its number
 
 Gradients wait for the step in row_gradients.py; evict.py selects the rows of dynamic tables that are evicted after it.
@@ -38,12 +38,15 @@ from shardwise.parallel.embedding.layout import (
     static_row,
     writer_of,
 )
+from shardwise.parallel.embedding.rows.disk_faults import DiskFaults
 from shardwise.parallel.embedding.rows.dynamic import DynamicIndex, capacity_of, limit_of
 from shardwise.parallel.embedding.rows.evict import evict
 from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows, RowTally
 from shardwise.parallel.embedding.rows.row_gradients import RowGradients
 from shardwise.parallel.embedding.rows.row_lines import Rounding, RowLines
 from shardwise.parallel.embedding.rows.row_marks import MARK_BYTES, RowMarks
+from shardwise.parallel.embedding.rows.rows_in_tiers import WINDOW_ROWS, RowsInTiers
+from shardwise.parallel.embedding.rows.tiered_snapshot import TieredSnapshot
 from shardwise.parallel.embedding.rules import (
     ONE_A_ROW,
     dtypes_of,
@@ -53,14 +56,12 @@ from shardwise.parallel.embedding.rules import (
     state_columns,
 )
 from shardwise.parallel.embedding.transfer import SlabRows
-from shardwise.tiers.row_cache import CacheFigures, LineMemory, LinesBelow, RowCache
+from shardwise.tiers.row_cache import CacheFigures, LineMemory
 from shardwise.tiers.row_segments import RowSegments
 
 _CPU = torch.device("cpu")
 _START_ROWS = 1 << 16
 """Number of start rows drawn at once."""
-_WINDOW_ROWS = 1 << 14
-"""Largest number of rows that are copied out of a cache, or into it, at once."""
 
 
 class TableRange(NamedTuple):
@@ -82,8 +83,6 @@ class RowStore:
         dtype: dtype of gradients and updates, and of stored rows unless the tables have another.
         device: device of static tables; dynamic tables are on the CPU.
         unlimited: number of dynamic tables of the model without a capacity, which share the address space.
-        below: what holds the rows that are not in memory, for tables with tiers; None makes segments in the folder that
-            the tables name.
     """
 
     def __init__(
@@ -94,16 +93,16 @@ class RowStore:
         dtype: torch.dtype,
         device: torch.device = _CPU,
         unlimited: int = 1,
-        below: LinesBelow | None = None,
     ):
         self.tables = tables
         self.dtype = dtype
-        self.columns = tables.columns(group.index)
         self.optimizer = optimizer_of(tables.optimizer)
         self._group = group
         self._seed = seed
         self._history = history_of(self.optimizer)
-        self._gradients = RowGradients(len(self.columns), tables.is_dynamic, group.size == 1)
+        self._gradients = RowGradients(len(tables.columns(group.index)), tables.is_dynamic, group.size == 1)
+        self.faults = DiskFaults()
+        """An error of the disk that the other ranks have not been told yet."""
         self._steps = 0
         self._stood: Tensor | None = None
         """Step up to which each row is updated, for an exact Adam on a device; the host needs the steps. int32 [rows].
@@ -111,7 +110,7 @@ class RowStore:
         self._dynamic: list[DynamicIndex] = []
         self._drawn_at = [0] * len(tables.tables)
         """Number of steps after which each static table was drawn."""
-        self._cache: RowCache[RowLines] | None = None
+        self._tiers: RowsInTiers | None = None
         rows = self._number_rows(unlimited) if tables.is_dynamic else tables.slab_rows(group.index)
         self._marks: RowMarks | None = None
         if any(table.marks_changes for table in tables.tables):
@@ -123,10 +122,10 @@ class RowStore:
             rows = 0
         if places is not None and rows:
             self.lines = self._lines_of(places, _CPU)
-            below = below or _segments(tables, group, self.lines.line_bytes, rows)
-            window = self._lines_of(min(places, _WINDOW_ROWS), _CPU)
+            below = _segments(tables, group, self.lines.line_bytes, rows)
+            window = self._lines_of(min(places, WINDOW_ROWS), _CPU)
             draw = None if tables.is_dynamic else self._draw_at
-            self._cache = RowCache(self.lines, window, len(self.lines), below, draw)
+            self._tiers = RowsInTiers(self.lines, window, below, draw, self.faults)
             return
         self.lines = self._lines_of(rows, _CPU if tables.is_dynamic else device)
         if device.type != "cpu" and self._history is not None and not tables.is_dynamic:
@@ -156,6 +155,11 @@ class RowStore:
         return RowLines(places, self.columns, self.tables.width, self.optimizer, self.dtype, stored, device)
 
     @property
+    def columns(self) -> range:
+        """Columns of the tables that are on this rank."""
+        return self.tables.columns(self._group.index)
+
+    @property
     def device(self) -> torch.device:
         """Device of the rows. Dynamic tables are on the CPU, beside their index."""
         return self.lines.device
@@ -173,11 +177,8 @@ class RowStore:
     @property
     def nbytes(self) -> int:
         """Bytes of memory of the rows in use and of the indexes."""
-        if self._cache is not None:
-            indexes = self._cache.nbytes + sum(each.nbytes for each in self._dynamic)
-            if isinstance(self._cache.below, RowSegments):
-                figures = self._cache.below.figures()
-                indexes += figures.index_bytes + figures.buffer_bytes
+        if self._tiers is not None:
+            indexes = self._tiers.index_bytes + sum(each.nbytes for each in self._dynamic)
             indexes += 0 if self._marks is None else MARK_BYTES * self._rows_in_use
             return self.lines.nbytes + indexes
         rows = self._rows_in_use
@@ -194,9 +195,7 @@ class RowStore:
     @property
     def disk_bytes(self) -> int:
         """Bytes of the rows on disk."""
-        if self._cache is None or not isinstance(self._cache.below, RowSegments):
-            return 0
-        return self._cache.below.figures().disk_bytes
+        return 0 if self._tiers is None else self._tiers.disk_bytes
 
     @property
     def steady_rows(self) -> list[Tensor]:
@@ -204,7 +203,7 @@ class RowStore:
 
         Nothing for dynamic tables, for tables with tiers, and for an exact Adam, whose rows change when they are read.
         """
-        is_steady = not self._dynamic and self._history is None and self._cache is None
+        is_steady = not self._dynamic and self._history is None and self._tiers is None
         return self.lines.tensors if is_steady else []
 
     @property
@@ -289,9 +288,9 @@ class RowStore:
 
         Another thread than the one that trains may call this method. Keys without a row are ignored.
         """
-        if self._cache is not None:
+        if self._tiers is not None:
             rows = self.rows(keys, stretches, learns=False)
-            self._cache.read_ahead(unique(rows[rows >= 0]).keys, steps)
+            self._tiers.read_ahead(unique(rows[rows >= 0]).keys, steps)
 
     def lend(self, rows: SlabRows, learns: bool = False) -> Tensor | None:
         """Bring rows up to date and return their places in ``lines``, for reading until the next call of this store.
@@ -300,39 +299,55 @@ class RowStore:
         """
         if self._dynamic and bool((rows.here < 0).any()):
             return None
-        if self._cache is not None and rows.here.numel() > len(self.lines):
+        if self._tiers is not None and rows.here.numel() > len(self._tiers):
             return None
-        places = self._places(rows, learns)
-        self._catch_up(rows.here, places)
-        return places
+        with self.faults.kept():
+            places = self._places(rows, learns)
+            self._catch_up(rows.here, places)
+            return places
+        return None
 
     def _weights(self, rows: SlabRows, learns: bool) -> Tensor:
         """Return the weights of rows that exist, up to date."""
-        most = rows.here.numel() if self._cache is None else len(self.lines)
+        most = rows.here.numel() if self._tiers is None else len(self._tiers)
         found = []
         for start in range(0, max(rows.here.numel(), 1), max(most, 1)):
-            part = rows.part(start, start + most)
-            places = self._places(part, learns)
-            self._catch_up(part.here, places)
-            found.append(self.lines.weights(places))
+            found.append(self._weights_at_once(rows.part(start, start + most), learns))
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _weights_at_once(self, rows: SlabRows, learns: bool) -> Tensor:
+        """Return the weights of rows of which all fit in memory; zeros if the disk fails and the error is kept."""
+        with self.faults.kept():
+            places = self._places(rows, learns)
+            self._catch_up(rows.here, places)
+            return self.lines.weights(places)
+        return torch.zeros(rows.here.numel(), len(self.columns), dtype=self.dtype)
 
     def _places(self, rows: SlabRows, learns: bool) -> Tensor:
         """Return the places of rows in ``lines``, which stay there until the next call."""
-        if self._cache is None:
+        if self._tiers is None:
             return rows.there
-        return self._cache.lend(rows.here, changes=self._history is not None, learns=learns)
+        return self._tiers.lend(rows.here, changes=self._history is not None, learns=learns)
 
     @property
     def is_tiered(self) -> bool:
         """True if only some of the rows are in memory."""
-        return self._cache is not None
+        return self._tiers is not None
 
     @property
     def rows_too_many(self) -> int:
         """Number of rows with gradients in the running step beyond those that may be in memory."""
         rows, _ = self._gradients.merged(self._like)
-        return 0 if self._cache is None else max(rows.here.numel() - len(self.lines), 0)
+        return 0 if self._tiers is None else max(rows.here.numel() - len(self._tiers), 0)
+
+    def bring_rows_of_step(self) -> None:
+        """Bring the rows with gradients into memory, where they stay until STEP, which then needs no disk.
+
+        An error of the disk is kept in ``faults``, as one of the compaction that followed the last step is.
+        """
+        self.faults.begin_numbers()
+        if self._tiers is not None:
+            self._tiers.bring(self._gradients.merged(self._like)[0].here)
 
     # Learning ----------------------------------------------------------------------------------------------------
 
@@ -352,9 +367,7 @@ class RowStore:
         rows, grads = self._gradients.merged(self._like)
         self._gradients.clear()
         lr = self.tables.optimizer.lr * lr_factor
-        places = rows.there
-        if self._cache is not None:
-            places = self._cache.lend(rows.here, changes=True, learns=True)
+        places = rows.there if self._tiers is None else self._tiers.places_of_step(rows.here)
         self._catch_up(rows.here, places)
         scale = 1.0 / divisor
         squares = self._mean_squares(places, grads, scale)
@@ -381,22 +394,24 @@ class RowStore:
         is_spread = not self._alike and self.tables.place.placement != "table"
         with self._rows_that_go():
             evict(self._dynamic, self._group if is_spread else None, step)
-        if self._cache is not None:
-            self._cache.end_step()
+        if self._tiers is not None:
+            self._tiers.end_step()
 
     def drop(self) -> None:
         """Discard the gradients since the last step, and the keys that came with them."""
         self._gradients.clear()
+        if self._tiers is not None:
+            self._tiers.forget_step()
         self.forget_keys_of_step()
 
     def take_figures(self) -> CacheFigures | None:
         """Return the counts of the cache since the last call; None without tiers."""
-        return None if self._cache is None else self._cache.take_figures()
+        return None if self._tiers is None else self._tiers.take_figures()
 
     def close(self) -> None:
         """Remove the rows on disk; a store with tiers cannot be read afterwards."""
-        if self._cache is not None and isinstance(self._cache.below, RowSegments):
-            self._cache.below.close()
+        if self._tiers is not None:
+            self._tiers.close()
 
     def forget_keys_of_step(self) -> None:
         """Undo the insertion of keys into dynamic tables since the last step."""
@@ -409,9 +424,9 @@ class RowStore:
         """Remove the rows from all tiers that the dynamic tables give up inside the context."""
         freed = [each.index.freed for each in self._dynamic]
         yield
-        if self._cache is not None:
+        if self._tiers is not None:
             for each, before in zip(self._dynamic, freed, strict=True):
-                self._cache.remove(each.index.freed_since(before) + each.base)
+                self._tiers.remove(each.index.freed_since(before) + each.base)
 
     def resume(self, steps: int, lr_factors: Sequence[float]) -> None:
         """Continue after ``steps`` steps, which had these factors of the learning rate."""
@@ -480,12 +495,10 @@ class RowStore:
         """Write start weights and optimizer state of new rows."""
         policy = next(each for each in self.tables.tables if each.name == table.name)
         lines = self._start_lines(table.start_key, keys, policy.start_bound)
-        if self._cache is None:
+        if self._tiers is None:
             self.lines.write(rows, lines)
-            return
-        most = len(self.lines)
-        for part, of_part in zip(rows.split(most), lines.split(most), strict=True):
-            self.lines.write(self._cache.begin(part), of_part)
+        else:
+            self._tiers.begin(rows, lines)
 
     # Rows in and out ---------------------------------------------------------------------------------------------
 
@@ -536,42 +549,26 @@ class RowStore:
 
     def _stored(self, rows: Tensor, weights_only: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
         """Return weights and optimizer state of distinct rows, up to date, in whatever tier they are."""
-        if self._cache is None:
-            places = rows.to(self.device)
-            self._catch_up(rows, places)
-            return self.lines.stored(places, weights_only)
-        found = [self.lines.stored(rows[:0], weights_only)]
-        window = self._cache.window
-        for part in rows.split(len(window)):
-            places = torch.arange(part.numel())
-            self._cache.copy(part, window)
-            if self._history is not None:
-                # The rows of a table without tiers change here too, so that later steps have the same bits.
-                is_behind = window.stored(places)[1]["step"][:, 0] < len(self._history)
-                window.catch_up(self._history, places, None)
-                self._cache.overwrite(part[is_behind], window, places[is_behind])
-            found.append(window.stored(places, weights_only))
-        weights, states = zip(*found, strict=True)
-        return torch.cat(weights), {name: torch.cat([each[name] for each in states]) for name in states[0]}
+        if self._tiers is not None:
+            return self._tiers.stored(rows, self._history, weights_only)
+        places = rows.to(self.device)
+        self._catch_up(rows, places)
+        return self.lines.stored(places, weights_only)
 
     def _put(self, rows: Tensor, lines: Tensor) -> None:
         """Replace the lines of distinct rows: int64 [n], [n, w + state]."""
-        if self._cache is None:
-            self.lines.write(rows, lines)
-            if self._stood is not None:
-                self._stood[rows] = lines[:, -1].int()
+        if self._tiers is not None:
+            self._tiers.put(rows, lines)
             return
-        window = self._cache.window
-        for part, of_part in zip(rows.split(len(window)), lines.split(len(window)), strict=True):
-            places = torch.arange(part.numel())
-            window.write(places, of_part)
-            self._cache.overwrite(part, window, places)
+        self.lines.write(rows, lines)
+        if self._stood is not None:
+            self._stood[rows] = lines[:, -1].int()
 
     def _changed(self, rows: Tensor, since: int) -> Tensor:
         """Return whether each row changed after step ``since``; ``rows`` is on the host."""
         assert self._marks is not None, "increments are refused for tables without marks"
         stood = self._stood
-        if self._cache is not None and self._history is not None:
+        if self._tiers is not None and self._history is not None:
             # The step to which a row is updated may be on a disk, so that every row counts as changed.
             stood = torch.full((len(rows),), since + 1)
         elif self._history is not None:
@@ -616,40 +613,54 @@ class RowStore:
 
     @property
     def streams(self) -> bool:
-        """True if a save may read rows while steps change them: on the host, whole rows, changed by steps alone."""
+        """True if a save may read rows when it writes them: on the host, whole rows, changed by steps alone.
+
+        Rows of tables with tiers may also change when they are read, because steps wait for their saves.
+        """
         is_cut = self.tables.place.placement == "column" and self._group.size > 1
-        is_plain = self._cache is None and self._history is None
-        return is_plain and self.device.type == "cpu" and not is_cut
+        return self.device.type == "cpu" and not is_cut and (self.is_tiered or self._history is None)
 
     @property
     def dynamic(self) -> list[DynamicIndex]:
         """Indexes of the tables of a dynamic group."""
         return self._dynamic
 
-    def snapshot(self) -> StoreSnapshot:
-        """Return the rows as they are, to be read while steps change them; the open one until ``end_save``."""
-        if self.lines.snapshot is None:
-            parts = [range(each.base, each.base + each.index.rows) for each in self._dynamic]
-            indexes = [each.snapshots() for each in self._dynamic]
-            self.lines.snapshot = StoreSnapshot(
-                self.lines.tensors,
-                parts or [range(len(self.lines))],
-                [rows for rows, _ in indexes],
-                [waiting for _, waiting in indexes],
-            )
+    def snapshot(self) -> StoreSnapshot | TieredSnapshot:
+        """Return the rows as they are, to be read when they are written; the open snapshot until ``end_save``.
+
+        Steps may change rows meanwhile if the tables have no tiers.
+        """
+        if (found := self._open_snapshot) is not None:
+            return found
+        snapshots = [each.snapshots() for each in self._dynamic]
+        indexes, waiting = [rows for rows, _ in snapshots], [keys for _, keys in snapshots]
+        if self._tiers is not None:
+            return self._tiers.begin_save(self._history, indexes, waiting)
+        parts = [range(each.base, each.base + each.index.rows) for each in self._dynamic]
+        parts = parts or [range(len(self.lines))]
+        self.lines.snapshot = StoreSnapshot(self.lines.tensors, parts, indexes, waiting)
         return self.lines.snapshot
+
+    @property
+    def _open_snapshot(self) -> StoreSnapshot | TieredSnapshot | None:
+        """The rows that a save is reading, if there is one."""
+        return self.lines.snapshot if self._tiers is None else self._tiers.snapshot
 
     def end_save(self) -> None:
         """Keep no more rows for a save. The thread that writes may call this method."""
-        snapshot, self.lines.snapshot = self.lines.snapshot, None
-        if snapshot is not None:
-            snapshot.close()
+        found = self._open_snapshot
+        if self._tiers is None:
+            self.lines.snapshot = None
+        else:
+            self._tiers.snapshot = None
+        if found is not None:
+            found.close()
 
     def wait_for_save(self) -> None:
         """Wait until the save that reads the rows of this store has ended."""
-        snapshot = self.lines.snapshot
-        if snapshot is not None:
-            snapshot.wait()
+        found = self._open_snapshot
+        if found is not None:
+            found.wait()
 
     def state_names(self) -> list[str]:
         """Return the names of the optimizer state that a row has beside its weights."""
@@ -672,8 +683,8 @@ class RowStore:
             self._clear(each)
 
     def _clear(self, table: DynamicIndex) -> None:
-        if self._cache is not None:
-            self._cache.remove(table.index.items()[1] + table.base)
+        if self._tiers is not None:
+            self._tiers.remove(table.index.items()[1] + table.base)
         table.clear()
 
     def load_candidates(self, place: int, candidates: Tensor) -> None:
@@ -763,10 +774,10 @@ class RowStore:
         table, index = self.tables.tables[place], self._group.index
         self._drawn_at[place] = self._steps
         base = self.tables.base_on(place, index)
-        if self._cache is not None:
+        if self._tiers is not None:
             rows = self.tables.places[place].rows_on(table.rows or 0, index, self._group.size)
             for start in range(0, rows, _START_ROWS):
-                self._cache.remove(torch.arange(start, min(start + _START_ROWS, rows)) + base)
+                self._tiers.remove(torch.arange(start, min(start + _START_ROWS, rows)) + base)
             return
         keys = self._static_keys(place)
         key = philox.key_of(self._seed, _start_name(table.name))
