@@ -2,7 +2,7 @@
 
     life       build, load where there is something, six steps, each with a save
     place      (row, seed): what strikes, on which rank, in which part of which step, at which of its requests
-    holds      losses until then are those of tables that fit. What was struck ends by itself, and all ranks say the same
+    holds      losses until then are those of tables that fit. What was struck ends by itself, and all ranks say one
                sentence, which names the folder; or it ends with the bits of tables that fit, because no row needed what
                was struck. New processes resume from the last checkpoint with the other losses and the same rows
 
@@ -79,7 +79,9 @@ def place_of(seed: int) -> tuple[Row, Place]:
         part = "save"
     elif part == "save" and strike not in SIGNALS:
         number += number % 2  # only what strikes a save itself meets requests of the checkpoint's files
-    return row, Place(strike, draw.randrange(row.ranks), part, draw.randrange(1, 5), draw.choice((0, 1, 2, 5)), number)
+    return row, Place(
+        strike, draw.randrange(row.ranks), part, draw.randrange(1, 5), draw.choice((0, 1, 2, 5)), number
+    )
 
 
 def live(row: Row, folder: Path, place: Place | None) -> str:
@@ -179,7 +181,13 @@ def one_place(seed: int, home: Path) -> dict[str, Any]:
     try:
         ended = lived(row, folder, place)
         struck = (folder / "struck").exists()
-        found = {"seed": seed, "row": row.placement, **place._asdict(), "struck": struck, "said": ended.said[:500]}
+        found = {
+            "seed": seed,
+            "row": row.placement,
+            **place._asdict(),
+            "struck": struck,
+            "said": ended.said[:500],
+        }
         for step, line in losses_of(folder).items():
             assert line == losses[step], f"other numbers in step {step}"
         if ended.digests:
@@ -188,7 +196,9 @@ def one_place(seed: int, home: Path) -> dict[str, Any]:
         assert struck, f"nothing struck it: {ended.said}"
         if place.strike not in SIGNALS:
             assert "Traceback" not in ended.said, f"no answer but a defect: {ended.said}"
-            assert len(ended.sentences) == row.ranks, f"ranks {sorted(ended.sentences)} have an error: {ended.said}"
+            assert len(ended.sentences) == row.ranks, (
+                f"ranks {sorted(ended.sentences)} have an error: {ended.said}"
+            )
             assert len(set(ended.sentences.values())) == 1, f"several sentences: {ended.sentences}"
             said = ended.sentences[0]
             assert str(folder) in said, f"no file is named: {said}"

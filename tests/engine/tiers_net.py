@@ -1,4 +1,4 @@
-"""A model whose tables have far more rows than their caches, on segments so small that a few steps fill many of them."""
+"""A model whose tables have far more rows than their caches, on segments so small that a few steps fill many."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -144,7 +144,7 @@ def test_scores_that_no_load_accepts_fail_the_save(tmp_path: Path, monkeypatch: 
     engine = build(join())
     train(engine, 3)
     part, place = engine._parts.tables.collections["tables"].placed.find("grows")
-    index = part.store._dynamic[place].index
+    index = part.store.dynamic[place].index
     index.set_scores(index.items()[1][:1], -5)
     with pytest.raises(CheckpointError, match="'tables.grows': scores from -5"):
         engine.save(tmp_path, asynchronous=False)

@@ -107,7 +107,7 @@ def compacted(world: World, folder: str) -> tuple[str, str]:
     """The error of the step behind one whose compaction failed on rank 0; the same step succeeds afterwards."""
     with small_segments():
         engine = build(world, "row", Path(folder))
-        below = [part.store._tiers.below for part in engine.tables["tables"].placed.parts]
+        below = [part.store.tiers.below for part in engine.tables["tables"].placed.parts]
 
         def fails(most_bytes: int) -> int:
             raise TierError("no more compaction")

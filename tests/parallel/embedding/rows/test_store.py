@@ -123,8 +123,8 @@ def run(
     held.append(collection.rows_here("t"))
     on_disk = 0
     for part in collection.placed.parts:
-        if part.store._tiers is not None:
-            on_disk = part.store._tiers.below.rows_held()  # type: ignore[attr-defined]
+        if part.store.tiers is not None:
+            on_disk = part.store.tiers.below.rows_held()  # type: ignore[attr-defined]
     collection.placed.close()
     return seen, held, on_disk
 

@@ -106,7 +106,9 @@ class RowsInTiers:
         brought, self._brought = self._brought, None
         if brought is not None and brought[0] is rows:
             return brought[1]
-        return self._cache.lend(rows, changes=True, learns=True)  # there are no gradients, or there was no NORM
+        return self._cache.lend(
+            rows, changes=True, learns=True
+        )  # there are no gradients, or there was no NORM
 
     def forget_step(self) -> None:
         """Forget the places that ``bring`` has found, because the step is dropped."""

@@ -23,6 +23,7 @@ from shardwise.comm.exchange import gather
 from shardwise.parallel.embedding.layout import TablePlacement, dynamic_bucket, static_bucket, writer_of
 from shardwise.parallel.embedding.placed import PlacedGroup, PlacedTables
 from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
+from shardwise.parallel.embedding.rows.row_contents import RowContents
 from shardwise.parallel.embedding.rows.store import RowStore
 from shardwise.parallel.embedding.saved import (
     KEY,
@@ -57,12 +58,12 @@ class SavedRows:
 
     def state_names(self, table: str) -> list[str]:
         """Return the names of the optimizer state that a row of a table has beside its weights."""
-        return self._placed.find(table)[0].store.state_names()
+        return RowContents(self._placed.find(table)[0].store).state_names()
 
     def most_rows(self, table: str) -> int | None:
         """Return how many rows a dynamic table may hold; None if nothing limits them, or if the table is static."""
         part, place = self._placed.find(table)
-        return part.store.most_rows(place)
+        return RowContents(part.store).most_rows(place)
 
     def buckets(self, table: str, keys: Tensor) -> Tensor:
         """Return the logical bucket of each key of a table, 0 to ``layout.BUCKETS`` - 1.
@@ -78,12 +79,12 @@ class SavedRows:
     def rows_here(self, table: str) -> KeyedRows:
         """Return the rows of a table that this rank holds, ordered by (bucket, key)."""
         part, place = self._placed.find(table)
-        return part.store.rows_here(place)
+        return RowContents(part.store).rows_here(place)
 
     def begin_save(self) -> None:
         """Wait until the save before, if any, has ended. Call this method before ``rows_to_stream``."""
         for part in self._placed.parts:
-            part.store.wait_for_save()
+            RowContents(part.store).wait_for_save()
 
     @torch.no_grad()
     def rows_to_write(
@@ -103,7 +104,9 @@ class SavedRows:
         group, where = self._placed.group, part.tables.places[place]
         is_copy = where.placement == "data_parallel" and group.size > 1
         here = (group.index, group.size) if is_copy else None
-        rows = part.store.rows_here(place, here, of_last_step=True, since=since, weights_only=weights_only)
+        rows = RowContents(part.store).rows_here(
+            place, here, of_last_step=True, since=since, weights_only=weights_only
+        )
         width, what = part.tables.width, f"table {table}"
         stretch = stretch_to_write(rows, self.buckets(table, rows.keys), where, width, group, what)
         if rows.candidates is None:
@@ -131,7 +134,7 @@ class SavedRows:
     def close(self) -> None:
         """Let go of the rows that ``rows_to_stream`` has returned, when they are written."""
         for part in self._placed.parts:
-            part.store.end_save()
+            RowContents(part.store).end_save()
 
     def _counts(self, part: PlacedGroup, place: int) -> tuple[Tensor | None, Tensor | None]:
         """Return rows, and waiting keys, of each bucket over all ranks if a save streams a table; else (None, None).
@@ -139,7 +142,7 @@ class SavedRows:
         All ranks return the same.
         """
         store, group, table = part.store, self._placed.group, part.tables.tables[place]
-        if not store.streams:
+        if not RowContents(store).streams:
             return None, None
         if table.dynamic is None:
             counts = static_counts(table.rows or 0)
@@ -159,7 +162,7 @@ class SavedRows:
     ) -> tuple[StreamedRows, StreamedRows | None]:
         """Return what this rank reads and writes later of a table with these numbers of rows and of waiting keys."""
         store, group, where = part.store, self._placed.group, part.tables.places[place]
-        snapshot, positions = store.snapshot(), store.lines.positions
+        snapshot, positions = RowContents(store).snapshot(), store.lines.positions
         mine = written_buckets(where.placement, group.index, group.size, where.owner)
         dtypes = [each.dtype for each in store.lines.tensors]
         columns = {kind: (at.stop - at.start, dtypes[at.memory]) for kind, at in positions.items()}
@@ -196,7 +199,7 @@ class SavedRows:
         """Return the keys and scores of a dynamic table that this rank writes, without weights. Collective."""
         part, place = self._placed.find(table)
         group, where = self._placed.group, part.tables.places[place]
-        keys = part.store.keys_here(place)
+        keys = RowContents(part.store).keys_here(place)
         buckets = self.buckets(table, keys.keys)
         if where.placement in ("data_parallel", "column"):  # every rank has all of the keys
             mine = writer_of(buckets, group.size) == group.index
@@ -208,17 +211,17 @@ class SavedRows:
     def rows_counted(self, table: str) -> int:
         """Return the rows of a table that count on this rank; the sum over the ranks is the whole table."""
         part, place = self._placed.find(table)
-        return part.store.rows_counted(place)
+        return RowContents(part.store).rows_counted(place)
 
     def gone_here(self, table: str) -> Tensor:
         """Return the keys of a table whose rows went since ``forget_gone``; each key on one rank."""
         part, place = self._placed.find(table)
-        return part.store.gone(place)
+        return RowContents(part.store).gone(place)
 
     def forget_gone(self) -> None:
         """Forget the keys whose rows went so far, because an export has written them."""
         for part in self._placed.parts:
-            part.store.forget_gone()
+            RowContents(part.store).forget_gone()
 
     def progress(self) -> dict[str, Any]:
         """Return the numbers that a checkpoint needs beside rows: steps done and their factors of the learning rate.
@@ -242,26 +245,26 @@ class SavedRows:
     def load_rows(self, table: str, rows: KeyedRows) -> None:
         """Load the rows of a table that this rank holds; a dynamic table inserts the keys that it lacks."""
         part, place = self._placed.find(table)
-        part.store.load_rows(place, rows)
+        RowContents(part.store).load_rows(place, rows)
 
     @torch.no_grad()
     def load_candidates(self, table: str, candidates: Tensor) -> None:
         """Load keys that wait for admission and their scores: int64 [m, 2]."""
         part, place = self._placed.find(table)
-        part.store.load_candidates(place, candidates)
+        RowContents(part.store).load_candidates(place, candidates)
 
     @torch.no_grad()
     def restart(self, table: str) -> None:
         """Reset a table to its start rows; a dynamic table becomes empty."""
         part, place = self._placed.find(table)
-        part.store.restart(place)
+        RowContents(part.store).restart(place)
 
     @torch.no_grad()
     def clear(self) -> None:
         """Remove the keys of dynamic tables and discard waiting gradients, before other rows are loaded."""
         self._placed.drop()
         for part in self._placed.parts:
-            part.store.clear()
+            RowContents(part.store).clear()
 
 
 def _is_large(store: RowStore, rows: int) -> bool:

@@ -8,7 +8,8 @@
     tiers   row -> place of ``lines``, if the tables have tiers; the other rows are on a disk (rows_in_tiers.py).
             Without tiers the place of a row is its number
 
-Gradients wait for the step in row_gradients.py; evict.py selects the rows of dynamic tables that are evicted after it.
+Gradients wait for the step in row_gradients.py; evict.py selects the rows of dynamic tables that are evicted after it;
+row_contents.py reads rows for checkpoints, and loads them.
 
 Shapes: U rows of one call, w columns of the table that are on this rank (all, except for placement column).
 """
@@ -20,43 +21,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.base.errors import MismatchError
 from shardwise.comm.collectives import Group
 from shardwise.kernels import philox
-from shardwise.kernels.initializers import Uniform
 from shardwise.kernels.tables.rounding import row_ids, word_of
 from shardwise.kernels.tables.row_rules import RowwiseAdagrad
-from shardwise.kernels.tables.row_snapshot import StoreSnapshot
-from shardwise.kernels.tables.start_rows import start_rows
 from shardwise.kernels.tables.unique import unique
 from shardwise.optim.clip import square_sum
 from shardwise.parallel.embedding.group import TableGroup
-from shardwise.parallel.embedding.layout import (
-    dynamic_bucket,
-    static_bucket,
-    static_keys,
-    static_row,
-    writer_of,
-)
+from shardwise.parallel.embedding.layout import static_keys, static_row
 from shardwise.parallel.embedding.rows.disk_faults import DiskFaults
 from shardwise.parallel.embedding.rows.dynamic import DynamicIndex, capacity_of, limit_of
 from shardwise.parallel.embedding.rows.evict import evict
-from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows, RowTally
+from shardwise.parallel.embedding.rows.keyed_rows import RowTally
 from shardwise.parallel.embedding.rows.row_gradients import RowGradients
 from shardwise.parallel.embedding.rows.row_lines import Rounding, RowLines
 from shardwise.parallel.embedding.rows.row_marks import MARK_BYTES, RowMarks
 from shardwise.parallel.embedding.rows.rows_in_tiers import WINDOW_ROWS, RowsInTiers
-from shardwise.parallel.embedding.rows.tiered_snapshot import TieredSnapshot
-from shardwise.parallel.embedding.rules import (
-    ONE_A_ROW,
-    dtypes_of,
-    history_of,
-    optimizer_of,
-    row_bytes,
-    state_columns,
-)
+from shardwise.parallel.embedding.rows.start_lines import StartLines
+from shardwise.parallel.embedding.rules import dtypes_of, history_of, optimizer_of, row_bytes
 from shardwise.parallel.embedding.transfer import SlabRows
-from shardwise.tiers.row_cache import CacheFigures, LineMemory
+from shardwise.tiers.row_cache import CacheFigures
 from shardwise.tiers.row_segments import RowSegments
 
 _CPU = torch.device("cpu")
@@ -97,25 +81,25 @@ class RowStore:
         self.tables = tables
         self.dtype = dtype
         self.optimizer = optimizer_of(tables.optimizer)
-        self._group = group
+        self.group = group
         self._seed = seed
-        self._history = history_of(self.optimizer)
+        self.history = history_of(self.optimizer)
         self._gradients = RowGradients(len(tables.columns(group.index)), tables.is_dynamic, group.size == 1)
         self.faults = DiskFaults()
         """An error of the disk that the other ranks have not been told yet."""
         self._steps = 0
-        self._stood: Tensor | None = None
+        self.stood: Tensor | None = None
         """Step up to which each row is updated, for an exact Adam on a device; the host needs the steps. int32 [rows].
         """
-        self._dynamic: list[DynamicIndex] = []
-        self._drawn_at = [0] * len(tables.tables)
-        """Number of steps after which each static table was drawn."""
-        self._tiers: RowsInTiers | None = None
+        self.dynamic: list[DynamicIndex] = []
+        self.starts = StartLines(tables, group.index, seed, dtype)
+        """The lines with which rows begin."""
+        self.tiers: RowsInTiers | None = None
         rows = self._number_rows(unlimited) if tables.is_dynamic else tables.slab_rows(group.index)
-        self._marks: RowMarks | None = None
+        self.marks: RowMarks | None = None
         if any(table.marks_changes for table in tables.tables):
-            self._marks = RowMarks(rows, self.optimizer)
-            for each in self._dynamic:
+            self.marks = RowMarks(rows, self.optimizer)
+            for each in self.dynamic:
                 each.evictions.keys = []
         places = tables.places_in_memory(group.index, row_bytes(tables.tables[0], tables.optimizer, dtype))
         if places == 0:  # no key of the tables comes to this rank
@@ -124,15 +108,15 @@ class RowStore:
             self.lines = self._lines_of(places, _CPU)
             below = _segments(tables, group, self.lines.line_bytes, rows)
             window = self._lines_of(min(places, WINDOW_ROWS), _CPU)
-            draw = None if tables.is_dynamic else self._draw_at
-            self._tiers = RowsInTiers(self.lines, window, below, draw, self.faults)
+            draw = None if tables.is_dynamic else self.starts.draw
+            self.tiers = RowsInTiers(self.lines, window, below, draw, self.faults)
             return
         self.lines = self._lines_of(rows, _CPU if tables.is_dynamic else device)
-        if device.type != "cpu" and self._history is not None and not tables.is_dynamic:
-            self._stood = torch.zeros(len(self.lines), dtype=torch.int32)
+        if device.type != "cpu" and self.history is not None and not tables.is_dynamic:
+            self.stood = torch.zeros(len(self.lines), dtype=torch.int32)
         if not tables.is_dynamic:
             for place in range(len(tables.tables)):
-                self._draw(place)
+                self.draw(place)
 
     def _number_rows(self, unlimited: int) -> int:
         """Make the indexes of dynamic tables, and return the number of rows for which there are numbers."""
@@ -141,11 +125,11 @@ class RowStore:
         line_bytes = dtypes_of(first, self.dtype).line_bytes(width, self.optimizer.columns(width))
         for table in self.tables.tables:
             assert table.dynamic is not None, "tables of a group are dynamic together"
-            key = philox.key_of(self._seed, _start_name(table.name))
+            key = self.starts.key(table.name)
             capacity = capacity_of(table.dynamic, full_bytes)
             limit = limit_of(capacity, line_bytes, unlimited, table.tiers is not None)
-            self._dynamic.append(
-                DynamicIndex(table.name, table.dynamic, base, limit, capacity, key, self._group.size == 1)
+            self.dynamic.append(
+                DynamicIndex(table.name, table.dynamic, base, limit, capacity, key, self.group.size == 1)
             )
             base += limit
         return base
@@ -157,7 +141,7 @@ class RowStore:
     @property
     def columns(self) -> range:
         """Columns of the tables that are on this rank."""
-        return self.tables.columns(self._group.index)
+        return self.tables.columns(self.group.index)
 
     @property
     def device(self) -> torch.device:
@@ -177,25 +161,25 @@ class RowStore:
     @property
     def nbytes(self) -> int:
         """Bytes of memory of the rows in use and of the indexes."""
-        if self._tiers is not None:
-            indexes = self._tiers.index_bytes + sum(each.nbytes for each in self._dynamic)
-            indexes += 0 if self._marks is None else MARK_BYTES * self._rows_in_use
+        if self.tiers is not None:
+            indexes = self.tiers.index_bytes + sum(each.nbytes for each in self.dynamic)
+            indexes += 0 if self.marks is None else MARK_BYTES * self._rows_in_use
             return self.lines.nbytes + indexes
         rows = self._rows_in_use
-        mark_bytes = MARK_BYTES if self._marks is not None and self.device.type == "cpu" else 0
-        return rows * (self.lines.line_bytes + mark_bytes) + sum(d.nbytes for d in self._dynamic)
+        mark_bytes = MARK_BYTES if self.marks is not None and self.device.type == "cpu" else 0
+        return rows * (self.lines.line_bytes + mark_bytes) + sum(d.nbytes for d in self.dynamic)
 
     @property
     def _rows_in_use(self) -> int:
         """Number of rows that this rank has used, in whatever tier they are."""
-        if self._dynamic:
-            return sum(each.index.rows for each in self._dynamic)
-        return self.tables.slab_rows(self._group.index)
+        if self.dynamic:
+            return sum(each.index.rows for each in self.dynamic)
+        return self.tables.slab_rows(self.group.index)
 
     @property
     def disk_bytes(self) -> int:
         """Bytes of the rows on disk."""
-        return 0 if self._tiers is None else self._tiers.disk_bytes
+        return 0 if self.tiers is None else self.tiers.disk_bytes
 
     @property
     def steady_rows(self) -> list[Tensor]:
@@ -203,25 +187,25 @@ class RowStore:
 
         Nothing for dynamic tables, for tables with tiers, and for an exact Adam, whose rows change when they are read.
         """
-        is_steady = not self._dynamic and self._history is None and self._tiers is None
+        is_steady = not self.dynamic and self.history is None and self.tiers is None
         return self.lines.tensors if is_steady else []
 
     @property
     def step_bytes(self) -> int:
         """Bytes of host memory beside a slab on a device."""
-        marks = 0 if self._marks is None or self.device.type == "cpu" else MARK_BYTES * len(self.lines)
-        return marks + (0 if self._stood is None else self._stood.nbytes)
+        marks = 0 if self.marks is None or self.device.type == "cpu" else MARK_BYTES * len(self.lines)
+        return marks + (0 if self.stood is None else self.stood.nbytes)
 
     @property
     def tallies(self) -> dict[str, RowTally]:
         """Rows of each table that count on this rank. In the sum over the ranks each row counts once."""
-        if self._dynamic:
+        if self.dynamic:
             found = {
-                each.name: RowTally(len(each.index), each.inserted, each.evicted) for each in self._dynamic
+                each.name: RowTally(len(each.index), each.inserted, each.evicted) for each in self.dynamic
             }
         else:
             found = {
-                table.name: RowTally(where.rows_on(table.rows or 0, self._group.index, self._group.size))
+                table.name: RowTally(where.rows_on(table.rows or 0, self.group.index, self.group.size))
                 for table, where in zip(self.tables.tables, self.tables.places, strict=True)
             }
         return found if self.is_counted else dict.fromkeys(found, RowTally(0))
@@ -229,21 +213,17 @@ class RowStore:
     @property
     def _alike(self) -> bool:
         """True if every rank of the group has all rows, or columns of all of them."""
-        return self._group.size == 1 or self.tables.place.placement in ("data_parallel", "column")
+        return self.group.size == 1 or self.tables.place.placement in ("data_parallel", "column")
 
     @property
     def is_counted(self) -> bool:
         """True if the rows of this rank count; of copies, only those on the first rank count."""
-        return self._group.index == 0 or not self._alike
+        return self.group.index == 0 or not self._alike
 
     @property
     def capped(self) -> list[DynamicIndex]:
         """Dynamic tables that may exceed their capacity."""
-        return [each for each in self._dynamic if each.is_capped]
-
-    def most_rows(self, place: int) -> int | None:
-        """Return how many rows a table may hold over all ranks; None if that is unlimited or fixed."""
-        return self._dynamic[place].most_rows if self._dynamic else None
+        return [each for each in self.dynamic if each.is_capped]
 
     # Reading -----------------------------------------------------------------------------------------------------
 
@@ -255,14 +235,14 @@ class RowStore:
             stretches: ranges of ``keys`` by dynamic table; unused for static tables.
             learns: True inserts new keys.
         """
-        if self._dynamic:
+        if self.dynamic:
             rows = torch.empty_like(keys)
             for table, start, stop in stretches:
-                rows[start:stop] = self._dynamic_rows(self._dynamic[table], keys[start:stop], learns)
+                rows[start:stop] = self._dynamic_rows(self.dynamic[table], keys[start:stop], learns)
         elif self.tables.place.placement == "row":
-            rows = static_row(keys, self._group.size)
+            rows = static_row(keys, self.group.size)
         elif self.tables.place.placement == "table":
-            first = self.tables.first_base(self._group.index)
+            first = self.tables.first_base(self.group.index)
             rows = keys - first if first else keys
         else:
             rows = keys
@@ -275,7 +255,7 @@ class RowStore:
             rows: the rows.
             learns: True if the running step will update the rows.
         """
-        absent = rows.here < 0 if self._dynamic else None
+        absent = rows.here < 0 if self.dynamic else None
         if absent is None or not bool(absent.any()):
             return self._weights(rows, learns)
         present = rows.here[~absent]  # of a dynamic table, which is on the host
@@ -288,28 +268,28 @@ class RowStore:
 
         Another thread than the one that trains may call this method. Keys without a row are ignored.
         """
-        if self._tiers is not None:
+        if self.tiers is not None:
             rows = self.rows(keys, stretches, learns=False)
-            self._tiers.read_ahead(unique(rows[rows >= 0]).keys, steps)
+            self.tiers.read_ahead(unique(rows[rows >= 0]).keys, steps)
 
     def lend(self, rows: SlabRows, learns: bool = False) -> Tensor | None:
         """Bring rows up to date and return their places in ``lines``, for reading until the next call of this store.
 
         None if some of them do not exist, or if they are more than the rows that may be in memory.
         """
-        if self._dynamic and bool((rows.here < 0).any()):
+        if self.dynamic and bool((rows.here < 0).any()):
             return None
-        if self._tiers is not None and rows.here.numel() > len(self._tiers):
+        if self.tiers is not None and rows.here.numel() > len(self.tiers):
             return None
         with self.faults.kept():
             places = self._places(rows, learns)
-            self._catch_up(rows.here, places)
+            self.catch_up(rows.here, places)
             return places
         return None
 
     def _weights(self, rows: SlabRows, learns: bool) -> Tensor:
         """Return the weights of rows that exist, up to date."""
-        most = rows.here.numel() if self._tiers is None else len(self._tiers)
+        most = rows.here.numel() if self.tiers is None else len(self.tiers)
         found = []
         for start in range(0, max(rows.here.numel(), 1), max(most, 1)):
             found.append(self._weights_at_once(rows.part(start, start + most), learns))
@@ -319,26 +299,26 @@ class RowStore:
         """Return the weights of rows of which all fit in memory; zeros if the disk fails and the error is kept."""
         with self.faults.kept():
             places = self._places(rows, learns)
-            self._catch_up(rows.here, places)
+            self.catch_up(rows.here, places)
             return self.lines.weights(places)
         return torch.zeros(rows.here.numel(), len(self.columns), dtype=self.dtype)
 
     def _places(self, rows: SlabRows, learns: bool) -> Tensor:
         """Return the places of rows in ``lines``, which stay there until the next call."""
-        if self._tiers is None:
+        if self.tiers is None:
             return rows.there
-        return self._tiers.lend(rows.here, changes=self._history is not None, learns=learns)
+        return self.tiers.lend(rows.here, changes=self.history is not None, learns=learns)
 
     @property
     def is_tiered(self) -> bool:
         """True if only some of the rows are in memory."""
-        return self._tiers is not None
+        return self.tiers is not None
 
     @property
     def rows_too_many(self) -> int:
         """Number of rows with gradients in the running step beyond those that may be in memory."""
         rows, _ = self._gradients.merged(self._like)
-        return 0 if self._tiers is None else max(rows.here.numel() - len(self._tiers), 0)
+        return 0 if self.tiers is None else max(rows.here.numel() - len(self.tiers), 0)
 
     def bring_rows_of_step(self) -> None:
         """Bring the rows with gradients into memory, where they stay until STEP, which then needs no disk.
@@ -346,8 +326,8 @@ class RowStore:
         An error of the disk is kept in ``faults``, as one of the compaction that followed the last step is.
         """
         self.faults.begin_numbers()
-        if self._tiers is not None:
-            self._tiers.bring(self._gradients.merged(self._like)[0].here)
+        if self.tiers is not None:
+            self.tiers.bring(self._gradients.merged(self._like)[0].here)
 
     # Learning ----------------------------------------------------------------------------------------------------
 
@@ -357,7 +337,7 @@ class RowStore:
 
     def square_sum(self) -> Tensor:
         """Return Σ g² of the delivered gradients that count on this rank, in fp64."""
-        if self.tables.place.placement == "data_parallel" and self._group.index:
+        if self.tables.place.placement == "data_parallel" and self.group.index:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         _, grads = self._gradients.merged(self._like)
         return square_sum(grads.reshape(-1))
@@ -367,8 +347,8 @@ class RowStore:
         rows, grads = self._gradients.merged(self._like)
         self._gradients.clear()
         lr = self.tables.optimizer.lr * lr_factor
-        places = rows.there if self._tiers is None else self._tiers.places_of_step(rows.here)
-        self._catch_up(rows.here, places)
+        places = rows.there if self.tiers is None else self.tiers.places_of_step(rows.here)
+        self.catch_up(rows.here, places)
         scale = 1.0 / divisor
         squares = self._mean_squares(places, grads, scale)
         if rows.here.numel():
@@ -381,57 +361,57 @@ class RowStore:
                 mean_squares=squares,
                 rounding=self._rounding(rows.here, step) if self.lines.is_rounded else None,
             )
-            if self._stood is not None:
-                self._stood[rows.here] = step
-            if self._marks is not None:
-                self._marks.touch(rows.here, step)
-        if self._history is not None:
-            self._history.append(lr)
+            if self.stood is not None:
+                self.stood[rows.here] = step
+            if self.marks is not None:
+                self.marks.touch(rows.here, step)
+        if self.history is not None:
+            self.history.append(lr)
         self._steps = step
-        for each in self._dynamic:
+        for each in self.dynamic:
             each.score(step)
             each.forget_candidates(step)
         is_spread = not self._alike and self.tables.place.placement != "table"
         with self._rows_that_go():
-            evict(self._dynamic, self._group if is_spread else None, step)
-        if self._tiers is not None:
-            self._tiers.end_step()
+            evict(self.dynamic, self.group if is_spread else None, step)
+        if self.tiers is not None:
+            self.tiers.end_step()
 
     def drop(self) -> None:
         """Discard the gradients since the last step, and the keys that came with them."""
         self._gradients.clear()
-        if self._tiers is not None:
-            self._tiers.forget_step()
+        if self.tiers is not None:
+            self.tiers.forget_step()
         self.forget_keys_of_step()
 
     def take_figures(self) -> CacheFigures | None:
         """Return the counts of the cache since the last call; None without tiers."""
-        return None if self._tiers is None else self._tiers.take_figures()
+        return None if self.tiers is None else self.tiers.take_figures()
 
     def close(self) -> None:
         """Remove the rows on disk; a store with tiers cannot be read afterwards."""
-        if self._tiers is not None:
-            self._tiers.close()
+        if self.tiers is not None:
+            self.tiers.close()
 
     def forget_keys_of_step(self) -> None:
         """Undo the insertion of keys into dynamic tables since the last step."""
         with self._rows_that_go():
-            for each in self._dynamic:
+            for each in self.dynamic:
                 each.forget_step()
 
     @contextlib.contextmanager
     def _rows_that_go(self) -> Iterator[None]:
         """Remove the rows from all tiers that the dynamic tables give up inside the context."""
-        freed = [each.index.freed for each in self._dynamic]
+        freed = [each.index.freed for each in self.dynamic]
         yield
-        if self._tiers is not None:
-            for each, before in zip(self._dynamic, freed, strict=True):
-                self._tiers.remove(each.index.freed_since(before) + each.base)
+        if self.tiers is not None:
+            for each, before in zip(self.dynamic, freed, strict=True):
+                self.tiers.remove(each.index.freed_since(before) + each.base)
 
     def resume(self, steps: int, lr_factors: Sequence[float]) -> None:
         """Continue after ``steps`` steps, which had these factors of the learning rate."""
         self._steps = steps
-        self._history = history_of(
+        self.history = history_of(
             self.optimizer, [self.tables.optimizer.lr * factor for factor in lr_factors]
         )
 
@@ -442,15 +422,15 @@ class RowStore:
 
     def _rounding(self, rows: Tensor, step: int) -> Rounding:
         """Return the random numbers by which a step rounds rows: functions of table, key, column and step alone."""
-        table_keys = [philox.key_of(self._seed, _start_name(table.name)) for table in self.tables.tables]
-        if self._dynamic:
+        table_keys = [self.starts.key(table.name) for table in self.tables.tables]
+        if self.dynamic:
             ids = torch.empty_like(rows)
-            ends = [*(each.base for each in self._dynamic[1:]), 1 << 62]
-            for table, end, key in zip(self._dynamic, ends, table_keys, strict=True):
+            ends = [*(each.base for each in self.dynamic[1:]), 1 << 62]
+            for table, end, key in zip(self.dynamic, ends, table_keys, strict=True):
                 own = torch.nonzero((rows >= table.base) & (rows < end))[:, 0]
                 ids[own] = row_ids(key, table.index.keys_of(rows[own] - table.base))
         else:
-            found = self.tables.keys_at(rows, self._group.index)
+            found = self.tables.keys_at(rows, self.group.index)
             ids = row_ids([table_keys[table] for table in found.tables], found.keys, found.places)
         return Rounding(ids.to(self.device), word_of(step))
 
@@ -460,24 +440,24 @@ class RowStore:
         The all-reduce adds rows by position, so rows must come in the same order on every rank.
         """
         optimizer = self.optimizer
-        is_cut = self.tables.place.placement == "column" and self._group.size > 1
+        is_cut = self.tables.place.placement == "column" and self.group.size > 1
         if not isinstance(optimizer, RowwiseAdagrad) or not is_cut:
             return None
         g = grads * scale
         if optimizer.weight_decay:
             g = g + self.lines.weights(rows) * optimizer.weight_decay
         sums = (g * g).sum(1)
-        self._group.all_reduce(sums, f"squares of {self.tables}", "gradients").wait()
+        self.group.all_reduce(sums, f"squares of {self.tables}", "gradients").wait()
         return sums / self.tables.width
 
-    def _catch_up(self, rows: Tensor, places: Tensor) -> None:
+    def catch_up(self, rows: Tensor, places: Tensor) -> None:
         """Replay the steps that rows at places of ``lines`` missed, for an exact Adam; ``rows`` is on the host."""
-        if self._history is None:
+        if self.history is None:
             return
-        stood = None if self._stood is None else self._stood[rows]
-        self.lines.catch_up(self._history, places, stood)
-        if self._stood is not None:
-            self._stood[rows] = len(self._history)
+        stood = None if self.stood is None else self.stood[rows]
+        self.lines.catch_up(self.history, places, stood)
+        if self.stood is not None:
+            self.stood[rows] = len(self.history)
 
     # Dynamic tables ----------------------------------------------------------------------------------------------
 
@@ -494,326 +474,44 @@ class RowStore:
     def _begin(self, table: DynamicIndex, keys: Tensor, rows: Tensor) -> None:
         """Write start weights and optimizer state of new rows."""
         policy = next(each for each in self.tables.tables if each.name == table.name)
-        lines = self._start_lines(table.start_key, keys, policy.start_bound)
-        if self._tiers is None:
+        lines = self.starts.lines(table.start_key, keys, policy.start_bound, self._steps)
+        if self.tiers is None:
             self.lines.write(rows, lines)
         else:
-            self._tiers.begin(rows, lines)
+            self.tiers.begin(rows, lines)
 
-    # Rows in and out ---------------------------------------------------------------------------------------------
+    # Static tables -----------------------------------------------------------------------------------------------
 
-    def rows_here(
-        self,
-        place: int,
-        part: tuple[int, int] | None = None,
-        of_last_step: bool = False,
-        since: int | None = None,
-        weights_only: bool = False,
-    ) -> KeyedRows:
-        """Return the rows of a table that this rank holds, ordered by (bucket, key).
-
-        Args:
-            place: index of the table in the group.
-            part: (i, n) returns only rows in the i-th of n parts of the buckets; None returns all rows.
-            of_last_step: True leaves out the keys that have come since the last step.
-            since: a step after which a row must have changed to be returned; None returns all rows.
-            weights_only: True leaves out the optimizer state.
-        """
-        scores = candidates = None
-        if self._dynamic:
-            table = self._dynamic[place]
-            keys, rows, scores = table.rows_of_last_step() if of_last_step else table.rows_now()
-            candidates = table.candidates_of_last_step() if of_last_step else table.candidates
-            rows = rows + table.base
-            buckets = dynamic_bucket(keys)
-        else:
-            keys = self._static_keys(place)
-            rows = self.slab_rows(place, keys)
-            buckets = static_bucket(keys)
-        order = keys.argsort()
-        order = order[buckets[order].argsort(stable=True)]
-        if part is not None:
-            order = order[writer_of(buckets[order], part[1]) == part[0]]
-        if since is not None:
-            order = order[self._changed(rows[order], since)]
-        keys, rows = keys[order], rows[order]
-        weights, state = self._stored(rows, weights_only)
-        return KeyedRows(
-            keys,
-            weights,
-            state,
-            None if scores is None else scores[order],
-            self.columns.start,
-            candidates,
-        )
-
-    def _stored(self, rows: Tensor, weights_only: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return weights and optimizer state of distinct rows, up to date, in whatever tier they are."""
-        if self._tiers is not None:
-            return self._tiers.stored(rows, self._history, weights_only)
-        places = rows.to(self.device)
-        self._catch_up(rows, places)
-        return self.lines.stored(places, weights_only)
-
-    def _put(self, rows: Tensor, lines: Tensor) -> None:
-        """Replace the lines of distinct rows: int64 [n], [n, w + state]."""
-        if self._tiers is not None:
-            self._tiers.put(rows, lines)
-            return
-        self.lines.write(rows, lines)
-        if self._stood is not None:
-            self._stood[rows] = lines[:, -1].int()
-
-    def _changed(self, rows: Tensor, since: int) -> Tensor:
-        """Return whether each row changed after step ``since``; ``rows`` is on the host."""
-        assert self._marks is not None, "increments are refused for tables without marks"
-        stood = self._stood
-        if self._tiers is not None and self._history is not None:
-            # The step to which a row is updated may be on a disk, so that every row counts as changed.
-            stood = torch.full((len(rows),), since + 1)
-        elif self._history is not None:
-            stood = self.lines.memory[rows, -1] if stood is None else stood[rows]
-        return self._marks.changed(rows, since, stood)
-
-    def keys_here(self, place: int) -> KeyedRows:
-        """Return the keys and scores of a dynamic table as they were after the last step, ordered by (bucket, key)."""
-        keys, _, scores = self._dynamic[place].rows_of_last_step()
-        buckets = dynamic_bucket(keys)
-        order = keys.argsort()
-        order = order[buckets[order].argsort(stable=True)]
-        empty = torch.empty(len(order), 0, dtype=self.dtype)
-        return KeyedRows(keys[order], empty, scores=scores[order])
-
-    def rows_counted(self, place: int) -> int:
-        """Return the rows of a table after the last step that count on this rank; the ranks' sum is the whole table."""
-        if not self.is_counted:
-            return 0
-        if self._dynamic:
-            return len(self._dynamic[place].rows_of_last_step()[0])
-        where, rows = self.tables.places[place], self.tables.tables[place].rows or 0
-        return where.rows_on(rows, self._group.index, self._group.size)
-
-    def gone(self, place: int) -> Tensor:
-        """Return the keys of a dynamic table whose rows went since ``forget_gone``, and that have no row now."""
-        if not self._dynamic:
-            return torch.empty(0, dtype=torch.int64)
-        table = self._dynamic[place]
-        assert table.evictions.keys is not None, "increments are refused for tables without marks"
-        keys = unique(torch.cat([torch.empty(0, dtype=torch.int64), *table.evictions.keys])).keys
-        keys = keys[~torch.isin(keys, table.rows_of_last_step()[0])]
-        return keys if self.is_counted else keys[:0]
-
-    def forget_gone(self) -> None:
-        """Forget the keys whose rows went so far."""
-        for each in self._dynamic:
-            if each.evictions.keys is not None:
-                each.evictions.keys.clear()
-
-    # Saves that read rows while steps go on -----------------------------------------------------------------------
-
-    @property
-    def streams(self) -> bool:
-        """True if a save may read rows when it writes them: on the host, whole rows, changed by steps alone.
-
-        Rows of tables with tiers may also change when they are read, because steps wait for their saves.
-        """
-        is_cut = self.tables.place.placement == "column" and self._group.size > 1
-        return self.device.type == "cpu" and not is_cut and (self.is_tiered or self._history is None)
-
-    @property
-    def dynamic(self) -> list[DynamicIndex]:
-        """Indexes of the tables of a dynamic group."""
-        return self._dynamic
-
-    def snapshot(self) -> StoreSnapshot | TieredSnapshot:
-        """Return the rows as they are, to be read when they are written; the open snapshot until ``end_save``.
-
-        Steps may change rows meanwhile if the tables have no tiers.
-        """
-        if (found := self._open_snapshot) is not None:
-            return found
-        snapshots = [each.snapshots() for each in self._dynamic]
-        indexes, waiting = [rows for rows, _ in snapshots], [keys for _, keys in snapshots]
-        if self._tiers is not None:
-            return self._tiers.begin_save(self._history, indexes, waiting)
-        parts = [range(each.base, each.base + each.index.rows) for each in self._dynamic]
-        parts = parts or [range(len(self.lines))]
-        self.lines.snapshot = StoreSnapshot(self.lines.tensors, parts, indexes, waiting)
-        return self.lines.snapshot
-
-    @property
-    def _open_snapshot(self) -> StoreSnapshot | TieredSnapshot | None:
-        """The rows that a save is reading, if there is one."""
-        return self.lines.snapshot if self._tiers is None else self._tiers.snapshot
-
-    def end_save(self) -> None:
-        """Keep no more rows for a save. The thread that writes may call this method."""
-        found = self._open_snapshot
-        if self._tiers is None:
-            self.lines.snapshot = None
-        else:
-            self._tiers.snapshot = None
-        if found is not None:
-            found.close()
-
-    def wait_for_save(self) -> None:
-        """Wait until the save that reads the rows of this store has ended."""
-        found = self._open_snapshot
-        if found is not None:
-            found.wait()
-
-    def state_names(self) -> list[str]:
-        """Return the names of the optimizer state that a row has beside its weights."""
-        return [name for name, _ in state_columns(self.optimizer, len(self.columns))]
-
-    def restart(self, place: int) -> None:
-        """Reset a table to its start rows; a dynamic table becomes empty."""
-        self.wait_for_save()
-        if self._dynamic:
-            self._clear(self._dynamic[place])
-        else:
-            self._draw(place)
-            if self._marks is not None:
-                self._marks.touch(self.slab_rows(place, self._static_keys(place)), self._steps + 1)
-
-    def clear(self) -> None:
-        """Remove all keys from the dynamic tables."""
-        self.wait_for_save()
-        for each in self._dynamic:
-            self._clear(each)
-
-    def _clear(self, table: DynamicIndex) -> None:
-        if self._tiers is not None:
-            self._tiers.remove(table.index.items()[1] + table.base)
-        table.clear()
-
-    def load_candidates(self, place: int, candidates: Tensor) -> None:
-        """Load waiting keys and their scores, int64 [m, 2], as far as they belong to this rank."""
-        self.wait_for_save()
-        self._dynamic[place].wait(candidates[self._belongs(place, candidates[:, 0])])
-
-    def load_rows(self, place: int, rows: KeyedRows) -> None:
-        """Load the rows of a table that belong to this rank.
-
-        Args:
-            place: index of the table in the group.
-            rows: whole rows, or columns that cover this rank's columns.
-
-        Raises:
-            MismatchError: if columns, keys or optimizer state do not fit the table.
-        """
-        self.wait_for_save()
-        name = self.tables.tables[place].name
-        first = self.columns.start - rows.first_column
-        width = len(self.columns)
-        if first < 0 or rows.weights.shape[1] < first + width:
-            raise MismatchError(
-                f"table {name!r}: rows with columns {rows.first_column} to "
-                f"{rows.first_column + rows.weights.shape[1] - 1}; here are columns {self.columns.start} to "
-                f"{self.columns.stop - 1} of {self.tables.width}"
-            )
-        mine = self._belongs(place, rows.keys)
-        keys = rows.keys[mine]
-        if self._dynamic:
-            table = self._dynamic[place]
-            found = table.load(keys, None if rows.scores is None else rows.scores[mine], self._steps)
-            if rows.candidates is not None:
-                table.wait(rows.candidates[self._belongs(place, rows.candidates[:, 0])])
-            places = found + table.base
-            start_key = table.start_key
-        else:
-            limit = self.tables.tables[place].rows or 0
-            if keys.numel() and (int(keys.min()) < 0 or int(keys.max()) >= limit):
-                raise MismatchError(
-                    f"table {name!r}: rows for keys {int(keys.min())} to {int(keys.max())}; it has 0 to {limit - 1}"
-                )
-            places = self.slab_rows(place, keys)
-            start_key = philox.key_of(self._seed, _start_name(name))
-        lines = self._start_lines(start_key, keys, 0.0)
-        lines[:, :width] = rows.weights[mine, first : first + width]
-        start = width
-        for state, columns in state_columns(self.optimizer, width):
-            if state in rows.state:
-                given = rows.state[state][mine]
-                held = slice(0, 1) if state in ONE_A_ROW else slice(first, first + width)
-                lines[:, start : start + columns] = given[:, held]
-            elif rows.state:
-                raise MismatchError(
-                    f"table {name!r}: rows without optimizer state {state!r}, but with "
-                    f"{', '.join(rows.state)}; another optimizer wrote them"
-                )
-            start += columns
-        self._put(places, lines)
-        if self._marks is not None:
-            self._marks.touch(places, self._steps + 1)
-
-    def _belongs(self, place: int, keys: Tensor) -> Tensor:
-        """Return a mask of the keys of a table that this rank holds."""
-        where = self.tables.places[place]
-        if where.placement == "table":
-            return torch.full_like(keys, self._group.index == where.owner, dtype=torch.bool)
-        if where.placement != "row":
-            return torch.ones_like(keys, dtype=torch.bool)
-        buckets = dynamic_bucket(keys) if self._dynamic else static_bucket(keys)
-        return buckets % self._group.size == self._group.index
-
-    def _static_keys(self, place: int) -> Tensor:
+    def static_keys(self, place: int) -> Tensor:
         """Return the keys of a static table that this rank holds, in the order of its rows."""
         rows, where = self.tables.tables[place].rows or 0, self.tables.places[place]
         if where.placement == "row":
-            return static_keys(rows, self._group.index, self._group.size)
-        return torch.arange(rows if where.holds(self._group.index) else 0)
+            return static_keys(rows, self.group.index, self.group.size)
+        return torch.arange(rows if where.holds(self.group.index) else 0)
 
     def slab_rows(self, place: int, keys: Tensor) -> Tensor:
         """Return the slab rows of keys of a static table that this rank holds."""
-        rows = static_row(keys, self._group.size) if self.tables.place.placement == "row" else keys
-        return rows + self.tables.base_on(place, self._group.index)
+        rows = static_row(keys, self.group.size) if self.tables.place.placement == "row" else keys
+        return rows + self.tables.base_on(place, self.group.index)
 
-    def _draw(self, place: int) -> None:
+    def draw(self, place: int) -> None:
         """Reset a static table to its start rows, as they are drawn after the steps so far."""
-        table, index = self.tables.tables[place], self._group.index
-        self._drawn_at[place] = self._steps
+        table, index = self.tables.tables[place], self.group.index
+        self.starts.restart(place, self._steps)
         base = self.tables.base_on(place, index)
-        if self._tiers is not None:
-            rows = self.tables.places[place].rows_on(table.rows or 0, index, self._group.size)
+        if self.tiers is not None:
+            rows = self.tables.places[place].rows_on(table.rows or 0, index, self.group.size)
             for start in range(0, rows, _START_ROWS):
-                self._tiers.remove(torch.arange(start, min(start + _START_ROWS, rows)) + base)
+                self.tiers.remove(torch.arange(start, min(start + _START_ROWS, rows)) + base)
             return
-        keys = self._static_keys(place)
-        key = philox.key_of(self._seed, _start_name(table.name))
+        keys, key = self.static_keys(place), self.starts.key(table.name)
         for start in range(0, keys.numel(), _START_ROWS):
             part = keys[start : start + _START_ROWS]
-            lines = self._start_lines(key, part, table.start_bound)
+            lines = self.starts.lines(key, part, table.start_bound, self._steps)
             where = slice(base + start, base + start + part.numel())
             self.lines.write(where, lines)
-            if self._stood is not None:
-                self._stood[where] = lines[:, -1].int()
-
-    def _draw_at(self, memory: LineMemory, places: Tensor, rows: Tensor) -> None:
-        """Write the start lines of rows of static tables to places of ``memory``: both int64 [n]."""
-        assert isinstance(memory, RowLines), "a cache draws into lines of this store"
-        found = self.tables.keys_at(rows, self._group.index)
-        for place in found.places.unique().tolist():
-            mine, number = found.places == place, found.tables[place]
-            table = self.tables.tables[number]
-            key = philox.key_of(self._seed, _start_name(table.name))
-            lines = self._start_lines(key, found.keys[mine], table.start_bound, self._drawn_at[number])
-            memory.write(places[mine], lines)
-
-    def _start_lines(self, key: int, keys: Tensor, bound: float, steps: int | None = None) -> Tensor:
-        """Return start weights and optimizer state of keys after ``steps`` steps, None: now. [n, w + state]."""
-        steps = self._steps if steps is None else steps
-        width = len(self.columns)
-        lines = torch.empty(keys.numel(), self.lines.columns, dtype=self.dtype)
-        if bound:
-            initializer = Uniform(-bound, bound)
-            lines[:, :width] = start_rows(
-                key, keys, width, initializer, first=self.columns.start, dtype=self.dtype
-            )
-        else:
-            lines[:, :width] = 0
-        lines[:, width:] = torch.tensor(self.optimizer.start(width, steps), dtype=self.dtype)
-        return lines
+            if self.stood is not None:
+                self.stood[where] = lines[:, -1].int()
 
 
 def _segments(tables: TableGroup, group: Group, line_bytes: int, rows: int) -> RowSegments:
@@ -822,8 +520,3 @@ def _segments(tables: TableGroup, group: Group, line_bytes: int, rows: int) -> R
     assert tiers is not None, "tables of a group have tiers together"
     name = f"table {tables.tables[0].name!r}" if len(tables.tables) == 1 else f"tables {tables}"
     return RowSegments(tiers.folder, name, line_bytes, rows, group.ranks[group.index])
-
-
-def _start_name(table: str) -> str:
-    """Return the name that seeds the start rows of a table."""
-    return f"table {table}"
