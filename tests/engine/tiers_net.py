@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise import MixtureOfExperts
 from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World
 from shardwise.memory import page_reads
@@ -32,16 +33,52 @@ SMALL = {"segment_bytes": 4 * 4096, "block_bytes": 4096}
 """Segments of about a hundred rows."""
 
 
-class Clicks(nn.Module):
-    """A static table, a dynamic one that evicts, and an exact Adam; then a logit."""
+class Block(nn.Module):
+    """x + down(tanh(up(x))), or x + a mixture of experts."""
 
-    def __init__(self, placement: str, folder: Path | None, few: int = FEW):
+    def __init__(self, width: int, experts: int) -> None:
         super().__init__()
-        given: dict[str, Any] = {"width": WIDTH, "placement": placement, "init_bound": 0.1}
+        if experts:
+            self.mixture = MixtureOfExperts(width, 2 * width, experts)
+        else:
+            self.up = nn.Linear(width, 2 * width)
+            self.down = nn.Linear(2 * width, width)
+        self.experts = experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.experts:
+            found: Tensor = x + self.mixture(x)
+            return found
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Clicks(nn.Module):
+    """A static table, a dynamic one that evicts, and an exact Adam; then blocks, and a logit.
+
+    Args:
+        placement: placement of the tables.
+        folder: folder of the rows on disk; None for tables without tiers.
+        few: rows in memory of each table.
+        blocks: number of residual blocks.
+        experts: number of experts in each block; 0 for dense blocks.
+        table: more keys of all tables.
+    """
+
+    def __init__(
+        self,
+        placement: str,
+        folder: Path | None,
+        few: int = FEW,
+        blocks: int = 0,
+        experts: int = 0,
+        **table: Any,
+    ) -> None:
+        super().__init__()
+        given: dict[str, Any] = {"width": WIDTH, "placement": placement, "init_bound": 0.1, **table}
         if folder is not None:
             given["tiers"] = RowTiersPolicy(host_rows=few, disk=folder)
         evicts = DynamicPolicy(capacity=900, eviction=EvictionPolicy(type="lru", fraction=0.1))
-        exact = RowOptimizerPolicy(type="adam", lr=0.02, exact=True)
+        exact = RowOptimizerPolicy(type="adam", lr=0.02, exact=not table)  # rows of 16 bits are not replayed
         self.tables = EmbeddingCollection(
             [
                 TablePolicy(name="large", rows=ROWS, **given),
@@ -51,16 +88,23 @@ class Clicks(nn.Module):
             RowOptimizerPolicy(lr=0.05),
             seed=7,
         )
+        self.blocks = nn.ModuleList(Block(3 * WIDTH, experts) for _ in range(blocks))
         self.out = nn.Linear(3 * WIDTH, 1)
         generator = torch.Generator().manual_seed(2)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
+    def tensor_table(self) -> dict[str, str]:
+        """How layers are cut along "tp"."""
+        return {"blocks.*.up": "column", "blocks.*.down": "row", "out": "replicate"}
+
     def forward(self, sparse: Mapping[str, Ragged], labels: Tensor) -> Tensor:
         found = self.tables(sparse)
-        logits = self.out(torch.cat([found[name] for name in ("large", "grows", "exact")], 1))[:, 0]
-        return nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        x = torch.cat([found[name] for name in ("large", "grows", "exact")], 1)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.binary_cross_entropy_with_logits(self.out(x)[:, 0], labels.to(x.dtype))
 
 
 def batch(step: int, rank: int, ranks: int) -> dict[str, Any]:
@@ -75,15 +119,24 @@ def batch(step: int, rank: int, ranks: int) -> dict[str, Any]:
     return {"sparse": sparse, "labels": labels[mine]}
 
 
-def build(world: World, placement: str, folder: Path | None, few: int = FEW, **config: Any) -> Any:
+def build(
+    world: World,
+    placement: str,
+    folder: Path | None,
+    few: int = FEW,
+    model: Mapping[str, Any] | None = None,
+    **config: Any,
+) -> Any:
+    """Return an engine; ``model`` are further arguments of ``Clicks``."""
     config = {"optimizer": {"type": "adamw", "lr": 1e-2}, "comm": {"timeout_s": 60}, **config}
-    return shardwise.initialize(Clicks(placement, folder, few), config, world=world)
+    return shardwise.initialize(Clicks(placement, folder, few, **(model or {})), config, world=world)
 
 
 def train(engine: Any, step: int) -> float:
     """Loss of one step."""
-    dp = engine._parts.groups["dp"]
-    return float(engine.train_step([batch(step, dp.index, dp.size)]).loss)
+    dp, count = engine._parts.groups["dp"], engine._parts.accumulation.microbatches
+    batches = [batch(step + 1000 * i, dp.index, dp.size) for i in range(count)]
+    return float(engine.train_step(batches).loss)
 
 
 def state_of(engine: Any) -> dict[str, Tensor]:

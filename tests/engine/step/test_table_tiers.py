@@ -2,14 +2,16 @@
 through saves, loads by other engines, evaluations, and steps that are given up."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import shardwise
 from shardwise.comm.world import World
+from shardwise.parallel.embedding.rows import saved_rows
 from shardwise.plan.action import Kind
 from shardwise.tiers.row_tiers import RowTiersPolicy
+from tests.engine import tiers_net
 from tests.engine.step.test_keys_ahead import COPIES, MIXED, loader_of
 from tests.engine.tables_net import Net, batch, row_of
 
@@ -117,3 +119,87 @@ def test_a_checkpoint_holds_all_rows(ranks: Any, tmp_path: Path) -> None:
     disk.mkdir()
     ranks(1).run(life, MIXED, str(disk), 1, 1, 12, saved)
     assert ranks(2).run(go_on, COPIES, None, saved) == ranks(2).run(go_on, COPIES, str(disk), saved)
+
+
+class Layout(NamedTuple):
+    """Ranks, a mesh, a placement of all tables, and what else differs."""
+
+    ranks: int
+    mesh: dict[str, int]
+    placement: str = "auto"
+    ratio: int = 10
+    """Rows of a table over those in memory."""
+    model: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+
+    def __str__(self) -> str:
+        axes = "-".join(f"{axis}{size}" for axis, size in self.mesh.items())
+        return f"{self.ranks}-{axes}-{self.placement}-{self.ratio}-{'-'.join(self.model)}"
+
+
+BF16 = {"dtype": "bf16", "state_dtype": "bf16"}
+BLOCKS, EXPERTS = {"blocks": 2}, {"blocks": 2, "experts": 4}
+MESHES = [
+    Layout(2, {"tp": 2}, model=BLOCKS, config={"tensor": {"sequence_parallel": False}}),
+    Layout(2, {"pp": 2}, model=BLOCKS, config={"batch": {"accumulation": 2}}),
+    Layout(2, {"ep": 2}, "row", model=EXPERTS),
+    Layout(4, {"dp": 2, "tp": 2}, "row", model=BLOCKS, config={"tensor": {"sequence_parallel": False}}),
+    Layout(4, {"dp": 2, "pp": 2}, "row", model=BLOCKS, config={"batch": {"accumulation": 2}}),
+    Layout(4, {"ep": 2}, "table", model=EXPERTS),
+]
+MATRIX = [
+    *(mesh._replace(ratio=ratio) for mesh in MESHES for ratio in (4, 20)),
+    *(
+        Layout(ranks, {}, placement, ratio, model)
+        for ranks in (1, 2, 4)
+        for placement in ("row", "data_parallel", "column", "table")
+        for ratio in (4, 20)
+        for model in ({}, BF16, {"dtype": "bf16"})
+        if ranks > 1 or placement == "row"
+    ),
+]
+DRAWN = [MESHES[0], MESHES[1], Layout(2, {}, "row", 20, BF16)]
+
+
+def trained(world: World, layout: Layout, home: str, is_tiered: bool, steps: int = 4) -> list[Any]:
+    """Losses, evaluations and rows of a run, and of one that goes on from its checkpoint in another engine."""
+    few, found = tiers_net.ROWS // layout.ratio, []
+    with tiers_net.small_segments(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_rows, "_STREAM_BYTES", 0)  # rows are read when a save writes them
+        patch.setattr(tiers_net, "SAMPLES", 24 if layout.ratio > 10 else 48)
+        for first in (0, steps):
+            disk = Path(home) / "disk" if is_tiered else None
+            config = {"mesh": layout.mesh, "max_grad_norm": 0.5, **layout.config}
+            engine = tiers_net.build(world, layout.placement, disk, few, layout.model, **config)
+            if first:
+                engine.load(f"{home}/saved {is_tiered}")
+            for step in range(first, first + steps):
+                found.append(tiers_net.train(engine, step))
+                dp = engine._parts.groups["dp"]
+                held_out = tiers_net.batch(100 + step, dp.index, dp.size)
+                found.append(engine.evaluate([(held_out, 1.0)]))
+            found.append({name: rows.tolist() for name, rows in tiers_net.state_of(engine).items()})
+            engine.save(f"{home}/saved {is_tiered}")
+            if is_tiered and engine.tables:
+                figures = engine.take_tier_figures()
+                assert figures.written and figures.misses, "rows have left the memory and come back"
+            engine.close()
+    return found
+
+
+def compare_layout(ranks: Any, layout: Layout, home: Path) -> None:
+    (home / "disk").mkdir()
+    tiered, fits = (ranks(layout.ranks).run(trained, layout, str(home), is_tiered) for is_tiered in (True, False))
+    for here, there in zip(tiered, fits, strict=True):
+        assert here == there
+
+
+@pytest.mark.parametrize("layout", DRAWN, ids=str)
+def test_no_bit_changes_beside_other_axes(ranks: Any, tmp_path: Path, layout: Layout) -> None:
+    compare_layout(ranks, layout, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", MATRIX, ids=str)
+def test_no_bit_changes_in_any_layout(ranks: Any, tmp_path: Path, layout: Layout) -> None:
+    compare_layout(ranks, layout, tmp_path)

@@ -1,5 +1,6 @@
 """Rows in bf16, and vectors and gradients in 16 and 8 bits between ranks."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolic
 from shardwise.parallel.embedding.rows import row_lines, store
 from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 from shardwise.parallel.embedding.rules import row_bytes
+from shardwise.tiers.row_tiers import RowTiersPolicy
 from tests.parallel.embedding import test_exact as exact
 from tests.parallel.embedding.threads import on_ranks
 
@@ -114,6 +116,32 @@ def test_the_same_bits_on_any_ranks(case: Any) -> None:
 def test_the_same_bits_on_any_ranks_in_all_cases() -> None:
     for case in CASES:
         check(*case)
+
+
+def in_tiers(folder: Path, case: Any) -> None:
+    """Rows with only a few in memory have the bits of rows that fit."""
+    size, placement, exchange, dynamic, optimizer, state = case
+    policies = tables(placement, exchange, dynamic, state)
+    tiers = RowTiersPolicy(host_rows=26, disk=folder)
+    few = [policy.model_copy(update={"tiers": tiers}) for policy in policies]
+    found, expected = (on_ranks(size, train, each, OPTIMIZERS[optimizer]) for each in (few, policies))
+    for here, there in zip(found, expected, strict=True):
+        for name, rows in there.items():
+            assert torch.equal(here[name].keys, rows.keys) and torch.equal(here[name].weights, rows.weights)
+            assert here[name].weights.dtype == rows.weights.dtype
+            assert all(torch.equal(here[name].state[which], rows.state[which]) for which in rows.state)
+
+
+@pytest.mark.parametrize("case", CASES[::47], ids=str)
+def test_rows_in_tiers(tmp_path: Path, case: Any) -> None:
+    in_tiers(tmp_path, case)
+
+
+@pytest.mark.soak
+def test_rows_in_tiers_in_all_cases(tmp_path: Path) -> None:
+    for number, case in enumerate(CASES):
+        (tmp_path / str(number)).mkdir()
+        in_tiers(tmp_path / str(number), case)
 
 
 def _without_keys(patch: pytest.MonkeyPatch) -> None:
