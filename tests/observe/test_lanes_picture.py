@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardwise.observe.lanes_picture import LaneRecorder, LaneSpan, draw_picture, draw_text
+from shardwise.observe.lanes_picture import LaneRecorder, LaneSpan, StepRows, draw_picture, draw_text
 
 
 def a_run(steps: int = 10, ahead: int = 1) -> LaneRecorder:
@@ -65,6 +65,23 @@ def test_the_table() -> None:
         "750.00",
     ]
     assert draw_text([]) == ""
+
+
+def test_rows_of_tables_with_tiers() -> None:
+    lanes = a_run()
+    assert lanes.rows_text(lanes.window()) == ""
+    for step in range(1, 11):
+        lanes.record("disk", step, 10.0 * step - 5, 10.0 * step - 4)
+        lanes.note_rows(step, StepRows(90 + step, 10 - step, step / 1000))
+    spans = lanes.window(steps=3)
+    lines = draw_text(lanes.figures(spans)).splitlines()
+    assert [cell.strip() for cell in lines[0].split("  ") if cell][-3:] == ["hits", "misses", "stall ms"]
+    step = int(lines[1].split()[0])
+    assert lines[1].split()[-3:] == [str(90 + step), str(10 - step), f"{step:.2f}"]
+    assert lines[-1].split()[-3:] == [f"{91 + step:.2f}", f"{9 - step:.2f}", f"{step + 1:.2f}"]
+    assert lanes.rows_text(spans) == (
+        f"{(91 + step) / 100:.1%} of the rows in memory, {9 - step} missed and {step + 1:.2g} ms of stalls a step"
+    )
 
 
 def test_an_evaluation_is_no_waiting_and_stays_out_of_the_window() -> None:

@@ -154,7 +154,9 @@ def _show_lanes(trainer: Trainer, console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if spans and trainer.config.monitor.picture:
         steps = "1 step" if lanes.depth == 1 else f"{lanes.depth} steps"
-        draw_lanes({"rank 0": spans}, trainer.folder.lanes, f"keys {steps} ahead")
+        rows = lanes.rows_text(spans)
+        title = f"keys {steps} ahead" + (f"; {rows}" if rows else "")
+        draw_lanes({"rank 0": spans}, trainer.folder.lanes, title)
 
 
 def _last_words(trainer: Trainer, console: Console) -> None:

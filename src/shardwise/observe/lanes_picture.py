@@ -9,7 +9,7 @@
 
     Loader(..., watch=lanes.watch)         engine.prefetch(loader, lanes=lanes)
     spans = lanes.window()
-    draw_picture({"rank 0": spans}, "lanes.png")
+    draw_picture({"rank 0": spans}, "lanes.png", lanes.rows_text(spans))
     print(draw_text(lanes.figures(spans)))
 
 A ring keeps the last steps, so that recording costs a microsecond a span and no memory that grows. A picture shows one
@@ -66,6 +66,24 @@ class StepFigures(NamedTuple):
     """Time between the request for the step and the start of its compute."""
     exposed_ms: float | None = None
     """Time of compute in which it waited for other ranks."""
+    hits: int | None = None
+    """Rows of tables with tiers that were in memory when the step needed them; None, as the next two, without any."""
+    misses: int | None = None
+    """Rows that the step waited for, because they were on a disk or new."""
+    stall_ms: float | None = None
+    """Time of compute in which it waited for these rows."""
+
+
+_OF_ROWS = ("hits", "misses", "stall_ms")
+"""Columns that the table has only if there are tables with tiers."""
+
+
+class StepRows(NamedTuple):
+    """Rows of tables with tiers in one step of a rank."""
+
+    hits: int
+    misses: int
+    stall_s: float
 
 
 class LaneRecorder:
@@ -81,6 +99,7 @@ class LaneRecorder:
         self._kept: dict[LaneName, deque[LaneSpan]] = {
             lane: deque(maxlen=kept.get(lane, _KEPT_SPANS)) for lane in _ALL_LANES
         }
+        self._rows: deque[tuple[int, StepRows]] = deque(maxlen=_KEPT_STEPS)
         self.depth = 0
         """Number of steps by which keys go ahead of compute."""
 
@@ -108,6 +127,22 @@ class LaneRecorder:
         """
         self.record("read", position // self._global_batch + 1, start_s, stop_s)
 
+    def note_rows(self, step: int, rows: StepRows) -> None:
+        """Record the rows of tables with tiers that a step needed."""
+        self._rows.append((step, rows))
+
+    def rows_text(self, window: Sequence[LaneSpan]) -> str:
+        """Return what the steps that computed in ``window`` found in memory, as text; "" without tables with tiers."""
+        found = [each for each in self.figures(window) if each.hits is not None]
+        hits, misses = sum(each.hits or 0 for each in found), sum(each.misses or 0 for each in found)
+        if not hits + misses:
+            return ""
+        stall_ms = sum(each.stall_ms or 0.0 for each in found) / len(found)
+        return (
+            f"{hits / (hits + misses):.1%} of the rows in memory, {misses / len(found):.0f} missed and "
+            f"{stall_ms:.2g} ms of stalls a step"
+        )
+
     @property
     def spans(self) -> list[LaneSpan]:
         """All spans that are kept, by start."""
@@ -133,7 +168,7 @@ class LaneRecorder:
 
         Other lanes may have worked for these steps before the window.
         """
-        spans = self.spans
+        spans, rows_of = self.spans, dict(self._rows)
         found = []
         for span in window:
             if span.lane != "compute":
@@ -142,6 +177,7 @@ class LaneRecorder:
                 [s for s in spans if s.lane == lane and s.step == span.step]
                 for lane in ("read", "keys", "waits")
             )
+            rows = rows_of.get(span.step)
             found.append(
                 StepFigures(
                     span.step,
@@ -151,6 +187,7 @@ class LaneRecorder:
                     (span.start_s - max(s.stop_s for s in keys)) * 1e3 if keys else None,
                     None if span.asked_s is None else (span.start_s - span.asked_s) * 1e3,
                     _sum_ms(waits),
+                    *((None, None, None) if rows is None else (rows.hits, rows.misses, rows.stall_s * 1e3)),
                 )
             )
         return found
@@ -175,10 +212,13 @@ def draw_text(figures: Sequence[StepFigures]) -> str:
     """Return a table with a row for each step and their means, in milliseconds. With depth 0, compute includes keys."""
     if not figures:
         return ""
-    columns = [name.replace("_", " ") for name in StepFigures._fields]
-    body = [[str(each.step), *map(_number, each[1:])] for each in figures]
+    has_rows = any(each.hits is not None for each in figures)
+    fields = [name for name in StepFigures._fields if has_rows or name not in _OF_ROWS]
+    columns = [name.replace("_", " ") for name in fields]
+    shown = [[getattr(each, name) for name in fields] for each in figures]
+    body = [[str(row[0]), *map(_number, row[1:])] for row in shown]
     means = [
-        [value for value in column if value is not None] for column in list(zip(*figures, strict=True))[1:]
+        [value for value in column if value is not None] for column in list(zip(*shown, strict=True))[1:]
     ]
     body.append(["mean", *(_number(mean(each) if each else None) for each in means)])
     widths = [max(map(len, column)) for column in zip(columns, *body, strict=True)]
@@ -260,4 +300,6 @@ def _sum_ms(spans: Sequence[LaneSpan]) -> float | None:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.2f}"
