@@ -220,7 +220,7 @@ def draw_text(figures: Sequence[StepFigures]) -> str:
     means = [
         [value for value in column if value is not None] for column in list(zip(*shown, strict=True))[1:]
     ]
-    body.append(["mean", *(_number(mean(each) if each else None) for each in means)])
+    body.append(["mean", *(_number(float(mean(each)) if each else None) for each in means)])
     widths = [max(map(len, column)) for column in zip(columns, *body, strict=True)]
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))

@@ -121,6 +121,8 @@ class TierBytes(NamedTuple):
     """Bytes of memory of the indexes of the rows in memory and on disk."""
     disk: float
     """Most bytes on disk, once every row has changed; 0 if nothing limits the rows."""
+    hit_rate: float = 1.0
+    """Share of a batch's rows that the price of a step expects in memory."""
 
     @property
     def host(self) -> float:
@@ -133,7 +135,7 @@ class TierBytes(NamedTuple):
         disk = f"up to {bytes_text(self.disk)} on disk" if self.disk else "the rest on disk"
         return (
             f"in tiers: {self.rows:,} rows a rank in {bytes_text(self.cache)} of memory, {bytes_text(self.indexes)} of "
-            f"indexes, {disk}"
+            f"indexes, {disk}; the price of a step expects {self.hit_rate:.0%} of a batch's rows in memory"
         )
 
 
@@ -159,4 +161,5 @@ def bytes_in_tiers(
     held = bytes_held(placement, rows, 1, ranks) if placement == "row" else rows
     line = line_bytes / ranks if placement == "column" else line_bytes
     indexes = bytes_beside(cached) + _POSITION_BYTES * held
-    return TierBytes(cached, cached * line, indexes, held * (line + _RECORD_BYTES) * _WASTE)
+    most = held * (line + _RECORD_BYTES) * _WASTE
+    return TierBytes(cached, cached * line, indexes, most, tiers.hit_rate)
