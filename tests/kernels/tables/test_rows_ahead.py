@@ -32,7 +32,7 @@ def test_the_lowest_rows_are_those_of_a_sort() -> None:
         gone = lowest_of(columns, 20)
         assert gone <= set(found.tolist())
         reused = np.array(sorted(gone))
-        ahead.forget(reused)  # their keys go, and new keys get their rows
+        # Their keys go, and new keys get their rows.
         columns.keys[reused] = rng.permutation(10**6)[: reused.size] + ROWS
         columns.scores[reused] = step
         ahead.note(reused)

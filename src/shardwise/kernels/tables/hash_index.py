@@ -174,8 +174,6 @@ class HashIndex:
         self._columns.state[rows] = 0
         if self.bucket_counts.numel():
             count_buckets(torch.from_numpy(self._columns.keys[rows]), self.bucket_counts, -1)
-        if self._ahead is not None:
-            self._ahead.forget(rows)
         count = self._freed_count + rows.size
         self._freed[self._freed_count : count] = rows
         self._freed_count = count

@@ -6,7 +6,8 @@
                every row that is not above the last bound
 
 Scores rise between two passes: a row whose score has risen stays in its bucket until the bucket is read; then it moves.
-``note`` takes the rows that may have become lower: new ones, and those whose score or pin was changed downwards. So
+``note`` takes the rows that may have become lower: new ones, and those whose score or pin was changed downwards. A row
+without a key stays in its bucket, too, until the bucket is read, or until ``note`` takes it with its next key. So
 buckets of finished passes always hold all the rows that belong to them, and the lowest rows of a table are those of its
 first buckets, the same that a scan of all rows would find. If too few are known, the caller scans.
 
@@ -139,11 +140,6 @@ class RowsAhead:
         """Put rows into their buckets that are new, or whose score has fallen, or that are no longer pinned."""
         if self._rows and rows.size:
             self._file(rows, False)
-
-    def forget(self, rows: np.ndarray) -> None:
-        """Take rows out of their buckets, because their keys were removed."""
-        if self._rows:
-            self._bucket_of[rows] = 0
 
     def _file(self, rows: np.ndarray, only_new: bool) -> None:
         columns = self._columns
