@@ -2,6 +2,8 @@
 
 import tempfile
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from shardwise.models.ctr.policy import DlrmPolicy
 from shardwise.models.images import build_image_model
 from shardwise.models.images.policy import AlexNetPolicy, ResNetPolicy
 from shardwise.parallel.embedding.policy import DynamicPolicy, TableOptions, TablesPolicy
+from shardwise.tiers.row_tiers import RowTiersPolicy
 
 SEQUENCES, CONTEXT, VOCABULARY = 2, 16, 37
 SHAPE: dict[str, Any] = {"layers": 4, "width": 16, "heads": 4, "kv_heads": 2, "context": CONTEXT}
@@ -82,6 +85,16 @@ def words() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+@cache
+def disk() -> "tempfile.TemporaryDirectory[str]":
+    """A folder of this process for rows on a disk."""
+    return tempfile.TemporaryDirectory()
+
+
+def tiered() -> nn.Module:
+    return dlrm(placement="table", tiers=RowTiersPolicy(host_rows=32, disk=Path(disk().name)))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "gpt": (gpt, tokens),
     "gpt2": (lambda: gpt(family="gpt2", kv_heads=None), tokens),
@@ -100,6 +113,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "dlrm, columns": (lambda: dlrm(placement="column"), clicks),
     "dlrm, dynamic": (lambda: dlrm(placement="row", dynamic=DynamicPolicy(capacity=100)), clicks),
     "dlrm, tables": (lambda: dlrm(placement="table"), clicks),
+    "dlrm, tiers": (tiered, clicks),
     "dlrm, 16 bits": (lambda: dlrm(placement="table", dtype="bf16"), clicks),
 }
 
@@ -218,6 +232,8 @@ LAYOUTS = [
         "wide",
     ),
     Layout("dlrm, tables", 2, {}, "dlrm, tables"),
+    Layout("dlrm, tiers", 2, {}, "dlrm, tiers"),
+    Layout("dlrm, tiers, pp", 2, {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}, "dlrm, tiers"),
     Layout("dlrm, 8 bits between ranks", 2, {"tables": {"wire": "int8"}}, "dlrm, 16 bits"),
     Layout(
         "hsdp", 4, {"mesh": {"dp": {"replicate": 2, "shard": 2}}, "zero": {"stage": 3}, "precision": "bf16"}
