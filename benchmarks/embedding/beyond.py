@@ -5,8 +5,8 @@ which counts what is reserved, touched or not).
 
 A first job trains, saves into FOLDER/steps, and is gone. A second one with another number of ranks resumes from there,
 trains on, and saves again. Each rank prints its loss to the bit, its memory, and what ``shardwise.foresee`` said that a
-step would take, which is what ``shardwise train --check --memory`` says of a configuration. FOLDER needs about 4 times the
-bytes of the tables.
+step would take, which is what ``shardwise train --check --memory`` says of a configuration. FOLDER needs about 4 times
+the bytes of the tables.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def life(given: argparse.Namespace, ranks: int) -> None:
         foreseen = ", ".join(f"{row} {size / GIB:.3f}" for row, size in sorted(told.peak.rows.items()))
         say(f"foreseen at {told.peak.action} of {told.peak.unit}: {foreseen} GiB")
         print("\n".join(line for line in str(engine.plan).splitlines() if "tiers" in line))
-    planned = sum(size for row, size in told.peak.rows.items() if row not in ("process", "disk", "table disk"))
+    planned = sum(
+        size for row, size in told.peak.rows.items() if row not in ("process", "disk", "table disk")
+    )
     with peak.watched():
         if (given.folder / "steps").exists():
             begin = time.perf_counter()
@@ -166,7 +168,9 @@ def life(given: argparse.Namespace, ranks: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--gib", type=float, default=12.0, help="bytes of all tables with their optimizer state")
+    parser.add_argument(
+        "--gib", type=float, default=12.0, help="bytes of all tables with their optimizer state"
+    )
     parser.add_argument("--limit-gib", type=float, default=3.0)
     parser.add_argument("--host-gib", type=float, default=1.0, help="rows in memory over all ranks")
     parser.add_argument("--steps", type=int, default=20)

@@ -1,6 +1,6 @@
 """A model whose tables have far more rows than their caches, on segments so small that a few steps fill many."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -139,11 +139,11 @@ def train(engine: Any, step: int) -> float:
     return float(engine.train_step(batches).loss)
 
 
-def state_of(engine: Any) -> dict[str, Tensor]:
+def state_of(engine: Any, tables: Collection[str] = ("large", "grows", "exact")) -> dict[str, Tensor]:
     """Copies of the dense weights and of all rows of this rank, with their state and scores."""
     found = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
     for collection in engine.tables.values():
-        for table in collection.tables:
+        for table in (each for each in collection.tables if each.name in tables):
             rows = collection.rows_here(table.name)
             found |= {f"{table.name} keys": rows.keys, f"{table.name} weights": rows.weights}
             found |= {f"{table.name} {name}": each for name, each in rows.state.items()}

@@ -189,7 +189,9 @@ def trained(world: World, layout: Layout, home: str, is_tiered: bool, steps: int
 
 def compare_layout(ranks: Any, layout: Layout, home: Path) -> None:
     (home / "disk").mkdir()
-    tiered, fits = (ranks(layout.ranks).run(trained, layout, str(home), is_tiered) for is_tiered in (True, False))
+    tiered, fits = (
+        ranks(layout.ranks).run(trained, layout, str(home), is_tiered) for is_tiered in (True, False)
+    )
     for here, there in zip(tiered, fits, strict=True):
         assert here == there
 

@@ -60,7 +60,7 @@ def test_an_error_of_what_a_step_needs_is_kept() -> None:
     assert str(faults.take()) == "the disk fails"
     shelf.before_write = lambda rows: None
     tiers.bring(torch.tensor([7]))
-    assert not faults.is_pending and tiers.take_figures().misses == PLACES + 2
+    assert not faults.is_pending and tiers.take_figures().misses == PLACES + 1
 
 
 def test_rows_go_in_and_out_through_the_window() -> None:

@@ -1,6 +1,6 @@
 """StartLines: the lines with which rows of one group of tables begin, start weights and optimizer state.
 
-    weights    uniform in [-bound, bound], functions of (seed, table, key, column) alone     kernels/tables/start_rows.py
+    weights    uniform in [-bound, bound], functions of (seed, table, key, column) alone    kernels/tables/start_rows.py
     state      that of the optimizer after the steps done when the row is drawn
 
 A static table with tiers stores no start rows: a row that was never changed is drawn when it is needed, with the bits
