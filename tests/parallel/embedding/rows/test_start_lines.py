@@ -21,7 +21,7 @@ def test_a_row_is_drawn_as_with_its_table() -> None:
             store = part.store
             rows = torch.cat(
                 [store.slab_rows(place, store.static_keys(place)) for place in range(len(part.tables.tables))]
-            ).flip(0)[::3]
+            ).flip(0)[:30]
             fp32 = RowDtypes(torch.float32, torch.float32)
             memory = RowLines(
                 len(rows), range(3), 3, store.optimizer, torch.float32, fp32, torch.device("cpu")
