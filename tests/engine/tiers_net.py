@@ -141,7 +141,8 @@ def train(engine: Any, step: int) -> float:
 
 def state_of(engine: Any, tables: Collection[str] = ("large", "grows", "exact")) -> dict[str, Tensor]:
     """Copies of the dense weights and of all rows of this rank, with their state and scores."""
-    found = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
+    modules = [stage.module for stage in engine._parts.stages]
+    found = {name: each.detach().clone() for module in modules for name, each in module.named_parameters()}
     for collection in engine.tables.values():
         for table in (each for each in collection.tables if each.name in tables):
             rows = collection.rows_here(table.name)

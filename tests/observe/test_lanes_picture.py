@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardwise.observe.lanes_picture import LaneRecorder, LaneSpan, StepRows, draw_picture, draw_text
+from shardwise.observe.lanes_picture import LaneRecorder, LaneRows, LaneSpan, draw_picture, draw_text
 
 
 def a_run(steps: int = 10, ahead: int = 1) -> LaneRecorder:
@@ -72,7 +72,7 @@ def test_rows_of_tables_with_tiers() -> None:
     assert lanes.rows_text(lanes.window()) == ""
     for step in range(1, 11):
         lanes.record("disk", step, 10.0 * step - 5, 10.0 * step - 4)
-        lanes.note_rows(step, StepRows(90 + step, 10 - step, step / 1000))
+        lanes.note_rows(step, LaneRows(90 + step, 10 - step, step / 1000))
     spans = lanes.window(steps=3)
     lines = draw_text(lanes.figures(spans)).splitlines()
     assert [cell.strip() for cell in lines[0].split("  ") if cell][-3:] == ["hits", "misses", "stall ms"]

@@ -28,7 +28,7 @@ from shardwise.models import TargetPolicy, build_ctr
 from shardwise.models import build as build_model
 from shardwise.models.ctr.policy import CtrPolicy
 from shardwise.observe.auc import ClickMetrics, ClickScore, most_bytes
-from shardwise.observe.lanes_picture import LaneRecorder, StepRows
+from shardwise.observe.lanes_picture import LaneRecorder, LaneRows
 from shardwise.observe.memory import taken
 from shardwise.observe.metrics import ClickRecord
 from shardwise.optim.schedule_policy import ends_at, lacks_end
@@ -114,7 +114,7 @@ class ClickTrainer(Trainer):
         figures = self.engine.take_tier_figures()
         if figures is None:
             return record
-        self.lanes.note_rows(result.step, StepRows(figures.hits, figures.misses, figures.stall_s))
+        self.lanes.note_rows(result.step, LaneRows(figures.hits, figures.misses, figures.stall_s))
         return record._replace(
             hits=figures.hits,
             misses=figures.misses,

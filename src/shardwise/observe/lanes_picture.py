@@ -78,7 +78,7 @@ _OF_ROWS = ("hits", "misses", "stall_ms")
 """Columns that the table has only if there are tables with tiers."""
 
 
-class StepRows(NamedTuple):
+class LaneRows(NamedTuple):
     """Rows of tables with tiers in one step of a rank."""
 
     hits: int
@@ -99,7 +99,7 @@ class LaneRecorder:
         self._kept: dict[LaneName, deque[LaneSpan]] = {
             lane: deque(maxlen=kept.get(lane, _KEPT_SPANS)) for lane in _ALL_LANES
         }
-        self._rows: deque[tuple[int, StepRows]] = deque(maxlen=_KEPT_STEPS)
+        self._rows: deque[tuple[int, LaneRows]] = deque(maxlen=_KEPT_STEPS)
         self.depth = 0
         """Number of steps by which keys go ahead of compute."""
 
@@ -127,7 +127,7 @@ class LaneRecorder:
         """
         self.record("read", position // self._global_batch + 1, start_s, stop_s)
 
-    def note_rows(self, step: int, rows: StepRows) -> None:
+    def note_rows(self, step: int, rows: LaneRows) -> None:
         """Record the rows of tables with tiers that a step needed."""
         self._rows.append((step, rows))
 
