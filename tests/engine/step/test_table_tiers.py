@@ -158,7 +158,7 @@ MATRIX = [
         if ranks > 1 or placement == "row"
     ),
 ]
-DRAWN = [MESHES[0], MESHES[1], Layout(2, {}, "row", 20, BF16)]
+DRAWN = [MESHES[1]._replace(model=BLOCKS | BF16)]
 
 
 def trained(world: World, layout: Layout, home: str, is_tiered: bool, steps: int = 4) -> list[Any]:

@@ -14,6 +14,7 @@ from shardwise.base.errors import DamagedStateError, TierError
 from shardwise.comm.world import World
 from shardwise.parallel.embedding.rows.rows_in_tiers import RowsInTiers
 from shardwise.tiers.row_segments import RowSegments
+from tests.engine.tiers_campaign import one_place
 from tests.engine.tiers_net import batch, build, is_same, small_segments, state_of, train
 from tests.tiers.segment_faults import FailingDisk
 
@@ -78,8 +79,8 @@ def struck(world: World, placement: str, folder: str, fault: str, rank: int) -> 
     [
         ("row", "short", TierError),
         ("data_parallel", "flipped", DamagedStateError),
-        ("table", "failed", TierError),
-        ("column", "no space", TierError),
+        pytest.param("table", "failed", TierError, marks=pytest.mark.soak),
+        pytest.param("column", "no space", TierError, marks=pytest.mark.soak),
     ],
 )
 def test_a_disk_that_fails_is_told_on_all_ranks(
@@ -190,6 +191,7 @@ def _raising(loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.soak
 def test_an_exception_between_fetch_and_step(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     tiered, fits = ranks(2).run(given_up, str(tmp_path)), ranks(2).run(given_up, None)
@@ -275,3 +277,13 @@ def reads_of_steps(world: World, folder: str) -> int:
                 engine.evaluate([(batch(500 + step, 0, 1), 1.0)])
         engine.close()
     return reads
+
+
+PLACES = 340
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tenth", range(10))
+def test_no_life_that_is_struck_ends_with_other_numbers(tmp_path: Path, tenth: int) -> None:
+    struck = [one_place(seed, tmp_path)["struck"] for seed in range(tenth, PLACES, 10)]
+    assert sum(struck) > len(struck) // 2, "most places are met"
