@@ -40,6 +40,10 @@ class PlaceMarks:
         """Number of the last call that returned the place."""
         self.step = np.full(places, -1, np.int64)
         """Step in which the row was, or is to be, used for learning."""
+        if has_numba():  # compile the loops here, so that the first step does not wait for it
+            none = np.empty(0, np.int64)
+            self.hold(none, -1)
+            self.use(none, -1, changes=False, learns=False, is_new=False)
 
     @property
     def nbytes(self) -> int:
