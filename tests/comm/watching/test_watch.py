@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +21,10 @@ from torch import nn
 import shardwise
 from shardwise.base.errors import CommError, DeadlineError
 from shardwise.comm import step_clock
+from shardwise.comm.rendezvous.handshake import RankIdentity
 from shardwise.comm.watching import watch
+from shardwise.comm.watching.recorder import Recorder, RingOwner, ring_path
+from shardwise.comm.watching.rings import read_answer
 from shardwise.comm.world import World, join
 from tests.ranks import RankPool
 
@@ -196,3 +199,23 @@ def test_ranks_that_wait_for_one_another_are_told_so(ranks: Callable[[int], Rank
     for said in ranks(2).run(crossed):
         assert "all ranks wait for one another" in said
         assert "rank 0: all_reduce of" in said and "rank 1: all_reduce of" in said
+
+
+def test_what_is_found_of_a_silent_rank_is_in_the_ring_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job may be killed before the next look, and the doctor then has the stack from this ring alone."""
+    monkeypatch.setattr(watch, "silent_seconds", lambda path: 9.0)
+    owner = RingOwner(1, 2, "host 1 2")
+    made = watch.Watchdog(
+        1,
+        [RankIdentity(owner.host, os.getpid(), "")] * 2,
+        cast(Any, None),
+        "watch",
+        watch.FlightFolder(tmp_path, False),
+    )
+    made._doings.recorder = Recorder(ring_path(tmp_path, 1), owner)
+    monkeypatch.setattr(made, "_seen_from_outside", lambda rank: (False, "its process 7 sleeps"))
+    made._look_at_silent()
+    answer = read_answer(ring_path(tmp_path, 1))
+    assert answer is not None and answer.story == "rank 0 does not answer: its process 7 sleeps"
