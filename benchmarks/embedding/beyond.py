@@ -137,9 +137,7 @@ def life(given: argparse.Namespace, ranks: int) -> None:
         foreseen = ", ".join(f"{row} {size / GIB:.3f}" for row, size in sorted(told.peak.rows.items()))
         say(f"foreseen at {told.peak.action} of {told.peak.unit}: {foreseen} GiB")
         print("\n".join(line for line in str(engine.plan).splitlines() if "tiers" in line))
-    planned = sum(
-        size for row, size in told.peak.rows.items() if row not in ("process", "disk", "table disk")
-    )
+    planned = sum(size for row, size in told.peak.rows.items() if row not in ("process", "tables on disk"))
     with peak.watched():
         if (given.folder / "steps").exists():
             begin = time.perf_counter()

@@ -23,6 +23,9 @@ from shardwise.parallel.embedding.rows.store import RowStore
 from shardwise.parallel.embedding.rows.tiered_snapshot import TieredSnapshot
 from shardwise.parallel.embedding.rules import ONE_A_ROW, state_columns
 
+_LOADED_ROWS = 1 << 16
+"""Number of rows whose lines are made at once by a load."""
+
 
 class RowContents:
     """The rows of one store, to be read as a whole and loaded.
@@ -259,23 +262,34 @@ class RowContents:
                 )
             places = self._store.slab_rows(place, keys)
             start_key = self._store.starts.key(name)
-        lines = self._store.starts.lines(start_key, keys, 0.0, self._store.steps)
-        lines[:, :width] = rows.weights[mine, first : first + width]
+        of_mine = mine.nonzero()[:, 0].split(_LOADED_ROWS)
+        for part, of_part in zip(of_mine, places.split(_LOADED_ROWS), strict=True):
+            self._put(of_part, self._lines_of(name, start_key, rows, part))
+        if self._store.marks is not None:
+            self._store.marks.touch(places, self._store.steps + 1)
+
+    def _lines_of(self, name: str, start_key: int, rows: KeyedRows, which: Tensor) -> Tensor:
+        """Return the lines [n, w + state] of the loaded rows that ``which`` names; absent state is that of the start.
+
+        Raises:
+            MismatchError: if the rows have the state of another optimizer.
+        """
+        store = self._store
+        first, width = store.columns.start - rows.first_column, len(store.columns)
+        lines = store.starts.lines(start_key, rows.keys[which], 0.0, store.steps)
+        lines[:, :width] = rows.weights[which, first : first + width]
         start = width
-        for state, columns in state_columns(self._store.optimizer, width):
+        for state, columns in state_columns(store.optimizer, width):
             if state in rows.state:
-                given = rows.state[state][mine]
                 held = slice(0, 1) if state in ONE_A_ROW else slice(first, first + width)
-                lines[:, start : start + columns] = given[:, held]
+                lines[:, start : start + columns] = rows.state[state][which][:, held]
             elif rows.state:
                 raise MismatchError(
                     f"table {name!r}: rows without optimizer state {state!r}, but with "
                     f"{', '.join(rows.state)}; another optimizer wrote them"
                 )
             start += columns
-        self._put(places, lines)
-        if self._store.marks is not None:
-            self._store.marks.touch(places, self._store.steps + 1)
+        return lines
 
     def _put(self, rows: Tensor, lines: Tensor) -> None:
         """Replace the lines of distinct rows: int64 [n], [n, w + state]."""
