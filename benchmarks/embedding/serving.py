@@ -35,7 +35,8 @@ from shardwise.base.ragged import Ragged
 from shardwise.data.clicks.rows import ClickSchema, SparseFeature
 from shardwise.models.ctr.build import build_ctr, described
 from shardwise.models.ctr.policy import DlrmPolicy
-from shardwise.models.vectors import DensePart, StoredTable, write_vectors
+from shardwise.models.dense_part import DensePart
+from shardwise.models.vectors import StoredTable, write_vectors
 from shardwise.parallel.embedding.policy import DynamicPolicy, TableOptions, TablesPolicy
 
 DENSE, WIDTH = 13, 16
@@ -65,7 +66,7 @@ def write_model(folder: Path, features: int, rows: int, vectors: str) -> None:
 
     dense = DensePart(dict(model.named_parameters()), {"click_model": described(model), "target": None})
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[vectors]
-    write_vectors(folder, [stored(f"C{i}") for i in range(features)], 1, dtype, dense=dense)
+    write_vectors(folder, [stored(f"C{i}") for i in range(features)], 1, dtype, dense=dense.to_write())
 
 
 def requests(options: argparse.Namespace, seed: int, count: int) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from shardwise.base.errors import UsageError
 from shardwise.models.ctr.build import described
 from shardwise.models.ctr.model import ClickModel
 from shardwise.models.ctr.policy import CTR_POLICIES
-from shardwise.models.vectors import DensePart
+from shardwise.models.dense_part import DensePart
 from shardwise.serving.programs import DenseProgram, ProgramInputs, dense_part_of, write_program
 from tests.serving.served import FEATURES, Own, built
 

@@ -93,7 +93,7 @@ _Since = Annotated[
         "--since",
         min=0,
         help="For a run with embedding tables: write the rows that came, changed and went since this step, which must "
-        "be among the checkpoints.",
+        "be among the checkpoints, and the dense part.",
     ),
 ]
 _Vectors = Annotated[
@@ -457,11 +457,9 @@ def _export_since(source: Path, out: Path, since: int, which: str = NEWEST) -> N
 
 
 def _export_changes(step: "StepSummary", out: Path, since: int) -> None:
-    from shardwise.checkpoint import verify
     from shardwise.checkpoint.steps import step_name
-    from shardwise.engine.state.stored_rows import changes_between
-    from shardwise.models.increments import write_increment
     from shardwise.observe.progress import count_text
+    from shardwise.serving.export import export_changes
 
     older = step.path.parent / step_name(since)
     if not any(row.kind == "table" for row in step.tensors):
@@ -472,20 +470,14 @@ def _export_changes(step: "StepSummary", out: Path, since: int) -> None:
         )
     _check_is_there(older, since)
     try:
-        for path in (older, step.path):
-            if damage := verify(path):
-                raise DamagedError(f"{path}: {damage[0]}; nothing was exported")
-        start, end, tables = changes_between(older, step.path)
-        write_increment(out, tables, start, end)
+        done = export_changes(older, step.path, out)
     except (CheckpointError, OSError):
         _check_is_there(older, since)
         raise
-    changed, gone = (
-        count_text(n) for n in (sum(t.changed for t in tables), sum(len(t.gone) for t in tables))
-    )
+    changed, gone = count_text(done.changed), count_text(done.gone)
     typer.echo(
-        f"{out}: step {since} to {step.step}, {len(tables)} tables, {changed} rows came or changed, {gone} went, for "
-        "Vectors.apply"
+        f"{out}: step {since} to {done.step}, {len(done.tables)} tables, {changed} rows came or changed, {gone} went, "
+        f"and the dense part, {bytes_text(done.dense.to_write().nbytes)}, for Scorer.apply and Vectors.apply"
     )
 
 

@@ -1,18 +1,19 @@
 """Increments of exported vectors: the rows that came, changed and went between two steps of one run.
 
     step_00000040_to_00000080/
-      increment.json              {"format", "from": {"run", "step"}, "to": {"run", "step"}, "tables", "sha256"}
-      tables.user.safetensors     "keys" int64 [C], "vectors" [C, D], "gone" int64 [G]
+      increment.json            {"format", "from": {"run", "step"}, "to": {"run", "step"}, "tables", "dense", "sha256"}
+      tables.user.safetensors   "keys" int64 [C], "vectors" [C, D], "gone" int64 [G]
+      dense.safetensors         the whole dense part of the model at step 80 (dense_part.py)
 
-    vectors of step 40  +  increment from 40 to 80  =  vectors of step 80, to the byte
+    vectors of step 40  +  increment from 40 to 80  =  vectors and dense part of step 80, to the byte
 
 An increment is written into a hidden folder beside its place and gets its name in one rename, so that a reader sees a
 whole increment or none. ``increment.json`` has the SHA-256 of each file and of itself.
 
 ``RowChanges`` holds the rows of one table in which a reader differs from the files that it has mapped.
 
-Cost:   an increment has 8 + D x 4 bytes for each changed row and 8 bytes for each row that went; joining it to the
-        changes before sorts both.
+Cost:   an increment has 8 + D x 4 bytes for each changed row and 8 bytes for each row that went, and the bytes of the
+        dense part, however few rows changed; joining it to the changes before sorts both.
 Shapes: C rows that came or changed, G rows that went, D width, k keys in which a reader differs from its files.
 """
 
@@ -33,13 +34,22 @@ from torch import Tensor
 
 from shardwise.base.errors import CheckpointError, DamagedError, MismatchError, UsageError
 from shardwise.base.policy import nearest
-from shardwise.base.regular_files import open_regular, read_small_file, write_small_file
+from shardwise.base.regular_files import read_small_file, write_small_file
 from shardwise.base.strict_json import JSON_BYTES, Count, StrictModel, read_object, validated
 from shardwise.formats.safetensors import SafetensorsWriter, read_header
+from shardwise.models.dense_part import (
+    DenseEntry,
+    DensePart,
+    DenseToWrite,
+    check_same_model,
+    dense_file_stem,
+    read_dense,
+    sum_of,
+    write_dense,
+)
 
 INDEX = "increment.json"
 _FORMAT = 1
-_PIECE_BYTES = 1 << 20
 _TEMPORARY = ".increment-"
 """Begin of the name of a folder in which an increment is being written, or that a killed writer left."""
 
@@ -91,6 +101,8 @@ class _IncrementIndex(StrictModel):
     start: ExportedStep = Field(alias="from")
     end: ExportedStep = Field(alias="to")
     tables: dict[str, _IncrementTable]
+    dense: DenseEntry | None = None
+    """The dense part; None in increments of versions that did not write it."""
 
 
 class IncrementRows(NamedTuple):
@@ -113,6 +125,8 @@ class Increment(NamedTuple):
     end: ExportedStep
     """The step that results."""
     tables: dict[str, IncrementRows]
+    dense: DensePart | None
+    """The dense part of the model at the step that results; None in an increment without one."""
 
 
 def increment_name(start: int, end: int) -> str:
@@ -126,6 +140,7 @@ def write_increment(
     start: ExportedStep,
     end: ExportedStep,
     dtype: torch.dtype = torch.float32,
+    dense: DenseToWrite | None = None,
 ) -> Path:
     """Write an increment, which appears at its place in one rename. Only one process may write beside a place.
 
@@ -135,6 +150,8 @@ def write_increment(
         start: The step from which the changes count.
         end: The step after the changes.
         dtype: The dtype of the vectors.
+        dense: The dense part of the model after the changes, without which a :class:`shardwise.Scorer` cannot go on;
+            None: only rows are written.
 
     Returns:
         The folder.
@@ -158,7 +175,12 @@ def write_increment(
     temporary = place.parent / f"{_TEMPORARY}{secrets.token_hex(6)}"
     temporary.mkdir()
     entries = {table.name: _write_table(temporary, table, dtype) for table in tables}
-    content = {"format": _FORMAT, "from": start.model_dump(), "to": end.model_dump(), "tables": entries}
+    content: dict[str, Any] = {"format": _FORMAT, "from": start.model_dump(), "to": end.model_dump()}
+    content["tables"] = entries
+    if dense is not None:
+        file = f"{dense_file_stem([table.name for table in tables])}.safetensors"
+        digest = write_dense(temporary / file, dense)
+        content["dense"] = {"file": file, "sha256": digest, "bytes": dense.nbytes, "about": dense.about}
     write_small_file(temporary / INDEX, _sealed(content))
     sync_folder(temporary)
     temporary.rename(place)
@@ -187,7 +209,7 @@ def _write_table(folder: Path, table: ChangedTable, dtype: torch.dtype) -> dict[
         "total": table.total,
         "width": table.width,
         "dynamic": table.is_dynamic,
-        "sha256": _sum_of(folder / file),
+        "sha256": sum_of(folder / file),
     }
 
 
@@ -231,12 +253,14 @@ def read_increment(place: str | Path) -> Increment:
     if said != _seal_of(content):
         raise DamagedError(f"{file}: its content does not match its SHA-256; it changed after it was written")
     index = validated(_IncrementIndex, content, str(file))
-    return Increment(
-        place,
-        index.start,
-        index.end,
-        {name: _rows_of(place, name, each) for name, each in index.tables.items()},
-    )
+    try:
+        rows = {name: _rows_of(place, name, each) for name, each in index.tables.items()}
+        dense = None if index.dense is None else read_dense(place, INDEX, index.dense)
+    except OSError as error:
+        raise DamagedError(
+            f"{error.filename or place}: cannot be read ({error.strerror}); the increment is not whole"
+        ) from None
+    return Increment(place, index.start, index.end, rows, dense)
 
 
 def _rows_of(place: Path, table: str, entry: _IncrementTable) -> IncrementRows:
@@ -244,11 +268,7 @@ def _rows_of(place: Path, table: str, entry: _IncrementTable) -> IncrementRows:
     if Path(entry.file).name != entry.file:
         raise DamagedError(f"{place / INDEX}: table {table!r} names a file outside the folder")
     file = place / entry.file
-    try:
-        found = _sum_of(file)
-    except OSError as error:
-        raise DamagedError(f"{file}: cannot be read ({error.strerror}); the increment is not whole") from None
-    if found != entry.sha256:
+    if sum_of(file) != entry.sha256:
         raise DamagedError(f"{file} (table {table!r}): its bytes do not match their SHA-256; they changed")
     stored = read_header(file)
     wanted = {"keys": (entry.changed,), "vectors": (entry.changed, entry.width), "gone": (entry.gone,)}
@@ -272,14 +292,6 @@ def _rows_of(place: Path, table: str, entry: _IncrementTable) -> IncrementRows:
         entry.total,
         entry.dynamic,
     )
-
-
-def _sum_of(file: Path) -> str:
-    digest = hashlib.sha256()
-    with open_regular(file) as stream:
-        while piece := stream.read(_PIECE_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _seal_of(content: Mapping[str, Any]) -> str:
@@ -341,16 +353,23 @@ def no_changes(width: int, dtype: np.dtype, total: int) -> RowChanges:
     return RowChanges(np.empty(0, np.int64), np.empty((0, width), dtype), np.empty(0, bool), total)
 
 
-def check_follows(increment: Increment, here: ExportedStep, tables: Mapping[str, tuple[int, bool]]) -> None:
+def check_follows(
+    increment: Increment,
+    here: ExportedStep,
+    tables: Mapping[str, tuple[int, bool]],
+    dense: DensePart | None = None,
+) -> None:
     """Check that an increment continues from the step at which a reader stands.
 
     Args:
         increment: The increment.
         here: The step of the reader.
         tables: (width, whether it is dynamic) of the reader's tables, by name.
+        dense: The dense part of the reader; None if it has none.
 
     Raises:
-        MismatchError: if the increment is of another run, of other tables, applied already, or out of order.
+        MismatchError: if the increment is of another run, of other tables, of another dense part, applied already, or
+            out of order.
     """
     start, end = increment.start, increment.end
     what = f"{increment.path}: an increment from {start} to {end}"
@@ -386,3 +405,5 @@ def check_follows(increment: Increment, here: ExportedStep, tables: Mapping[str,
                 f"reader's has width {width}{' and is dynamic' * is_dynamic}",
                 "Export full vectors anew",
             )
+    if dense is not None and increment.dense is not None:
+        check_same_model(what, increment.dense, dense)

@@ -25,7 +25,6 @@ Cost: the first lookup in a table sorts its keys, 16 M bytes beside the map; a l
 Shapes: M rows of a table, D width, n keys.
 """
 
-import hashlib
 import itertools
 import json
 import os
@@ -42,9 +41,17 @@ from torch import Tensor
 
 from shardwise.base.errors import CheckpointError, DamagedError, DataError, UsageError
 from shardwise.base.policy import nearest
-from shardwise.base.regular_files import open_regular, read_small_file, write_small_file
+from shardwise.base.regular_files import read_small_file, write_small_file
 from shardwise.base.strict_json import JSON_BYTES, Count, StrictModel, read_object, validated
 from shardwise.formats.safetensors import SafetensorsWriter, StoredTensor, read_header
+from shardwise.models.dense_part import (
+    DenseEntry,
+    DensePart,
+    DenseToWrite,
+    dense_file_stem,
+    read_dense,
+    write_dense,
+)
 from shardwise.models.increments import (
     ExportedStep,
     RowChanges,
@@ -84,21 +91,12 @@ class StoredTable(NamedTuple):
     D])."""
 
 
-class DensePart(NamedTuple):
-    """The parameters and buffers of a model beside its tables, and what says which model it is."""
-
-    tensors: dict[str, Tensor]
-    """The tensors by their names in the model."""
-    about: dict[str, Any]
-    """What a reader needs to build the model, as JSON values."""
-
-
 def write_vectors(
     folder: str | Path,
     tables: Iterable[StoredTable],
     step: int,
     dtype: torch.dtype = torch.float32,
-    dense: DensePart | None = None,
+    dense: DenseToWrite | None = None,
     run: str = "",
 ) -> Path:
     """Write tables into a folder, with one run of rows in memory at a time, and remove the files of an earlier export.
@@ -131,7 +129,7 @@ def write_vectors(
         if (folder / file).exists() or (folder / f"{file}.part").exists()
     }
     names = [table.name for table in tables]
-    files = _new_files(folder, names if dense is None else [*names, _name_beside(names)], step)
+    files = _new_files(folder, names if dense is None else [*names, dense_file_stem(names)], step)
     entries = {
         table.name: {"file": file, "rows": table.rows, "width": table.width, "dynamic": table.is_dynamic}
         for table, file in zip(tables, files, strict=False)
@@ -140,10 +138,10 @@ def write_vectors(
     content[_EARLIER] = sorted(earlier)
     # Write the list before the files: if this export is killed, the next one reads here which files it may remove.
     if dense is not None:
-        content["dense"] = {"file": files[-1], "sha256": "", "about": dense.about}
+        content["dense"] = {"file": files[-1], "sha256": "", "bytes": dense.nbytes, "about": dense.about}
     _write_json(coming, content)
     if dense is not None:
-        content["dense"]["sha256"] = _write_dense(folder / files[-1], dense.tensors)
+        content["dense"]["sha256"] = write_dense(folder / files[-1], dense)
         _write_json(coming, content)
     for table, file in zip(tables, files, strict=False):
         _write_table(folder / file, table, dtype)
@@ -168,24 +166,6 @@ def _write_table(file: Path, table: StoredTable, dtype: torch.dtype) -> None:
                 vectors, scales = coded(vectors)
                 writer.write_part("scales", first, scales)
             writer.write_part("vectors", first * table.width, vectors)
-
-
-def _name_beside(names: Sequence[str]) -> str:
-    """Return the name of the dense part for its file, which is none of the tables' names."""
-    name = "dense"
-    while name in names:
-        name += "_"
-    return name
-
-
-def _write_dense(file: Path, tensors: dict[str, Tensor]) -> str:
-    """Write the tensors of a dense part, and return the SHA-256 of the file."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    with SafetensorsWriter(file, shapes, {name: each.dtype for name, each in tensors.items()}) as writer:
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
-    with open_regular(file) as stream:
-        return hashlib.sha256(stream.read()).hexdigest()
 
 
 def _new_files(folder: Path, names: Sequence[str], step: int) -> list[str]:
@@ -227,7 +207,7 @@ class _VectorState:
     entries: "dict[str, _TablesIndexEntry]"
     maps: "dict[str, _MappedTable]"
     dense: DensePart | None
-    """The dense part at the step of the files."""
+    """The dense part at the step of the vectors; None if the files, or the last increment, have none."""
     order: dict[str, tuple[np.ndarray, np.ndarray]]
     """For tables that were looked up: the sorted keys of the files, and the rows of these keys."""
     changes: dict[str, RowChanges] = field(default_factory=dict)
@@ -257,7 +237,7 @@ class Vectors:
         while True:
             try:
                 maps = {name: self._map(name, entry) for name, entry in index.tables.items()}
-                dense = None if index.dense is None else self._read_dense(index.dense)
+                dense = None if index.dense is None else read_dense(self.folder, _INDEX, index.dense)
                 break
             except FileNotFoundError as error:
                 # An export that ended after the index was read has removed its files and written a new index.
@@ -280,7 +260,7 @@ class Vectors:
 
     @property
     def dense(self) -> DensePart | None:
-        """The dense part of the model, of the step of the full vectors; None in a folder without one."""
+        """The dense part of the model, of the step of the vectors; None if that step was written without one."""
         return self._state.dense
 
     @property
@@ -298,6 +278,23 @@ class Vectors:
         reader.folder, reader._lock, reader._state = self.folder, threading.Lock(), self._state
         return reader
 
+    def continues(self, other: "Vectors") -> bool:
+        """Return whether another reader reads the same files: then ``write_changes`` brings its vectors to this step."""
+        return self._state.maps is other._state.maps
+
+    def write_changes(self, table: str, keys: np.ndarray, rows: np.ndarray) -> None:
+        """Write the vectors that increments changed over vectors of an earlier step of the same files.
+
+        Args:
+            table: The name of a table.
+            keys: int64 [n].
+            rows: The vectors of these keys at the earlier step, [n, D], which are changed in place; a key that has no
+                row any longer becomes zeros.
+        """
+        changes = self._state.changes.get(table)
+        if changes is not None:
+            changes.write_over(keys, rows, np.ones(keys.size, bool))
+
     def apply(self, increment: str | Path) -> None:
         """Go on to the step of an increment: the rows that came, changed and went since the step of this reader.
 
@@ -307,8 +304,8 @@ class Vectors:
             increment: A folder that ``shardwise convert --since`` or ``export.every`` wrote.
 
         Raises:
-            MismatchError: if the increment is of another run, of tables of another width, applied already, or out of
-                order; the reader stays as it is.
+            MismatchError: if the increment is of another run, of tables of another width, of another dense part,
+                applied already, or out of order; the reader stays as it is.
             DamagedError: if a file of the increment changed after it was written; the reader stays as it is.
             CheckpointError: if the folder is no increment.
         """
@@ -319,13 +316,13 @@ class Vectors:
         """Return the state after an increment."""
         increment = read_increment(path)
         kinds = {name: (entry.width, entry.dynamic) for name, entry in state.entries.items()}
-        check_follows(increment, state.now, kinds)
+        check_follows(increment, state.now, kinds, state.dense)
         changes = {}
         for name, rows in increment.tables.items():
             entry, held = state.entries[name], state.maps[name]
             before = state.changes.get(name) or no_changes(entry.width, held.vectors.dtype, entry.rows)
             changes[name] = before.joined(rows)
-        return replace(state, now=increment.end, changes=changes)
+        return replace(state, now=increment.end, dense=increment.dense, changes=changes)
 
     def refresh(self) -> bool:
         """Apply the increments that were written into the folder since, or open full vectors that were written anew.
@@ -459,19 +456,6 @@ class Vectors:
             raise CheckpointError(f"{file}: another format; this version reads format {_FORMAT}")
         return validated(_TablesIndex, content, str(file))
 
-    def _read_dense(self, entry: "_DenseEntry") -> DensePart:
-        """Read the dense part into memory, after checking the bytes of its file."""
-        file = self.folder / entry.file
-        if Path(entry.file).name != entry.file:
-            raise DamagedError(f"{self.folder / _INDEX}: the dense part names a file outside the folder")
-        with open_regular(file) as stream:
-            if hashlib.sha256(stream.read()).hexdigest() != entry.sha256:
-                raise DamagedError(f"{file}: its bytes do not match their SHA-256 in {_INDEX}; export again")
-        tensors = {
-            name: each.read(0, each.elements).view(each.shape) for name, each in read_header(file).items()
-        }
-        return DensePart(tensors, entry.about)
-
     def _map(self, table: str, entry: "_TablesIndexEntry") -> "_MappedTable":
         file = self.folder / entry.file
         if Path(entry.file).name != entry.file:
@@ -511,12 +495,6 @@ class _TablesIndexEntry(StrictModel):
     dynamic: bool
 
 
-class _DenseEntry(StrictModel):
-    file: str
-    sha256: str
-    about: dict[str, Any]
-
-
 class _TablesIndex(StrictModel):
     """The content of ``tables.json``."""
 
@@ -524,7 +502,7 @@ class _TablesIndex(StrictModel):
     run: Annotated[str, Field(max_length=200)] = ""
     step: Count
     tables: dict[str, _TablesIndexEntry]
-    dense: _DenseEntry | None = None
+    dense: DenseEntry | None = None
 
     @property
     def exported(self) -> ExportedStep:

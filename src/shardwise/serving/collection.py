@@ -28,7 +28,7 @@ from shardwise.parallel.embedding.fuse import FusedKeys, batch_size, by_sample, 
 from shardwise.parallel.embedding.group import TableGroup, group_tables
 from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.ways import KeyRequest, TableExchange
-from shardwise.serving.hot_rows import HotRows, Lookup
+from shardwise.serving.hot_rows import HotRows, Lookup, WriteChanges
 
 
 class _ServedTables(TableExchange):
@@ -117,6 +117,16 @@ class ServedCollection(EmbeddingCollection):
     def hot(self) -> list[HotRows]:
         """The hot rows of each group of tables."""
         return [part.hot for part in self._served.parts]
+
+    def take_over(self, before: "ServedCollection", write_changes: WriteChanges) -> None:
+        """Hold the hot rows that this collection held at an earlier step, as they are now.
+
+        Args:
+            before: The same collection at a step of the same files, with as much memory.
+            write_changes: Function that brings vectors to the step of this collection.
+        """
+        for mine, theirs in zip(self.hot, before.hot, strict=True):
+            mine.take_over(theirs, write_changes)
 
     @property
     def placed(self) -> _ServedParts:  # type: ignore[override]

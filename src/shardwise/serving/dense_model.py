@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import DamagedError, MismatchError, UsageError
 from shardwise.models.ctr.build import from_description
 from shardwise.models.ctr.model import ClickModel
-from shardwise.models.vectors import DensePart
+from shardwise.models.dense_part import DensePart
 
 _SHOWN = 3
 """Most names that an error lists."""

@@ -4,6 +4,7 @@
     *.safetensors  keys and vectors of each table (models/vectors.py); parameters and buffers of the dense part
 
 The dense part is stored as it was saved: the weights in the dtype that computes, without masters and optimizer state.
+``export_changes`` writes what brings a reader from one step to a later one: the rows that differ, and the dense part.
 """
 
 from math import prod
@@ -24,7 +25,10 @@ from shardwise.checkpoint.piece import MODEL_KINDS
 from shardwise.checkpoint.steps import open_step
 from shardwise.engine.state.saved_state import SavedState
 from shardwise.engine.state.saved_tables import tables_in
-from shardwise.models.vectors import DensePart, StoredTable, write_vectors
+from shardwise.engine.state.stored_rows import changes_between
+from shardwise.models.dense_part import DensePart
+from shardwise.models.increments import ChangedTable, write_increment
+from shardwise.models.vectors import StoredTable, write_vectors
 
 
 class StepToServe(NamedTuple):
@@ -61,8 +65,7 @@ def opened_step(step: Path) -> StepToServe:
             "EmbeddingCollection"
         )
     number, tables = tables_in(step)
-    dense = dense_in(step, manifest)
-    return StepToServe(number, tables, dense._replace(about={**dense.about, "step": number}), manifest.run)
+    return StepToServe(number, tables, dense_in(step, manifest), manifest.run)
 
 
 def dense_in(step: Path, manifest: Manifest) -> DensePart:
@@ -85,7 +88,7 @@ def dense_in(step: Path, manifest: Manifest) -> DensePart:
         )
     if items:
         Checkpoints(step.parent).load(items, path=step, partial=True, is_checked=True)
-    return DensePart(found, _about(step, manifest))
+    return DensePart(found, {**_about(step, manifest), "step": manifest.step})
 
 
 def _about(step: Path, manifest: Manifest) -> dict[str, Any]:
@@ -111,5 +114,46 @@ def export_step(step: Path, out: Path, vectors: torch.dtype = torch.float32) -> 
         UsageError: if its model has no embedding tables, or ``vectors`` is no dtype of vectors.
     """
     found = opened_step(step)
-    write_vectors(out, found.tables, found.step, vectors, found.dense, found.run)
+    write_vectors(out, found.tables, found.step, vectors, found.dense.to_write(), found.run)
     return found
+
+
+class ChangesToServe(NamedTuple):
+    """The content of an increment between two saved steps."""
+
+    step: int
+    """The step that results."""
+    tables: list[ChangedTable]
+    dense: DensePart
+
+    @property
+    def changed(self) -> int:
+        """Number of rows that came or changed."""
+        return sum(table.changed for table in self.tables)
+
+    @property
+    def gone(self) -> int:
+        """Number of rows that went."""
+        return sum(len(table.gone) for table in self.tables)
+
+
+def export_changes(older: Path, newer: Path, out: Path) -> ChangesToServe:
+    """Write an increment: the rows in which two saved steps of a run differ, and the dense part of the newer one.
+
+    Args:
+        older: Folder of the step from which a reader goes on.
+        newer: Folder of the step that results.
+        out: The folder to write.
+
+    Raises:
+        DamagedError: if a step is damaged; nothing is written then.
+        MismatchError: if the steps have other tables, or a table has another width in one of them.
+        UsageError: if ``out`` exists.
+    """
+    for path in (older, newer):
+        if damage := checkpoint.verify(path):
+            raise DamagedError(f"{path}: {damage[0]}; nothing was exported")
+    start, end, tables = changes_between(older, newer)
+    dense = dense_in(newer, open_step(newer, FileSystem()))
+    write_increment(out, tables, start, end, dense=dense.to_write())
+    return ChangesToServe(end.step, tables, dense)

@@ -9,7 +9,11 @@ Keys of clicks are Zipf distributed: a few of them make most lookups. Those are 
 a page of the file. A vector that is asked for once does not displace one that was asked for since the last collision.
 Keys that no table has are held too, as zeros.
 
-Cost:   one multiplication and three gathers for all keys of a request; each miss costs a lookup in its table.
+A server that goes on by an increment makes a new table of hot rows from the one in use, with the vectors that changed
+written anew (``take_over``): requests of the step before go on with theirs.
+
+Cost:   one multiplication and three gathers for all keys of a request; each miss costs a lookup in its table. Taking
+        over copies all slots and searches their keys among those that changed.
 Memory: at most the bytes that were given: 4·D + 13 for each slot with vectors in fp32.
 Shapes: N keys of a request, D width, S slots.
 """
@@ -25,10 +29,14 @@ from shardwise.base.errors import UsageError
 Keys = npt.NDArray[np.int64]
 Lookup = Callable[[str, Keys], npt.NDArray[np.floating]]
 """Function of (table, keys [n]) that returns vectors [n, D]."""
+WriteChanges = Callable[[str, Keys, npt.NDArray[np.floating]], None]
+"""Function of (table, keys [n], vectors [n, D]) that writes the vectors of a later step over those that changed."""
 
 _ODD, _OTHER_ODD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 _BITS = 64
 _NO_TABLE = -1
+_SLOTS_AT_ONCE = 1 << 14
+"""Slots that are copied while requests wait."""
 
 
 class HotRows:
@@ -71,6 +79,27 @@ class HotRows:
         """Bytes of memory that the vectors and their keys take."""
         parts = (self._keys, self._tables, self._rows, self._is_marked)
         return sum(part.nbytes for part in parts)
+
+    def take_over(self, before: "HotRows", write_changes: WriteChanges) -> None:
+        """Hold the vectors that the hot rows of an earlier step hold, as they are at this step.
+
+        Args:
+            before: The hot rows of the same tables, in as many bytes; other threads may read them meanwhile.
+            write_changes: Function that brings vectors to this step.
+        """
+        for start in range(0, self._keys.size, _SLOTS_AT_ONCE):
+            part = slice(start, start + _SLOTS_AT_ONCE)
+            with before._lock:  # for a part at a time, because requests wait for the lock
+                self._keys[part] = before._keys[part]
+                self._tables[part] = before._tables[part]
+                self._rows[part] = before._rows[part]
+                self._is_marked[part] = before._is_marked[part]
+        self.hits, self.misses = before.hits, before.misses
+        for number, name in enumerate(self._names):
+            slots = np.flatnonzero(self._tables == number)
+            rows = self._rows[slots]
+            write_changes(name, self._keys[slots], rows)
+            self._rows[slots] = rows
 
     def read(self, keys: Keys, tables: npt.NDArray[np.int64]) -> npt.NDArray[np.floating]:
         """Return the vectors of keys: int64 [N], index of each key's table int64 [N] -> [N, D]."""

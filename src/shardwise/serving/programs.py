@@ -8,6 +8,8 @@
 The lookup stays outside, because tables are larger than a program: ``Scorer.vectors`` returns the second input. The
 number of samples is free. Only the built-in models have such a part.
 
+A program is of one step and stays so, while a Scorer goes on with increments: give it the vectors of its own step.
+
 Shapes: B samples, F features, N dense features, W width of rows.
 """
 
@@ -23,7 +25,8 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ShardwiseError, UsageError
 from shardwise.models.ctr.model import ClickModel, widened
-from shardwise.models.vectors import DensePart, Vectors
+from shardwise.models.dense_part import DensePart
+from shardwise.models.vectors import Vectors
 from shardwise.serving.dense_model import built_in, dtype_of, fill
 from shardwise.serving.export import opened_step
 

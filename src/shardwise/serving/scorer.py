@@ -13,10 +13,18 @@ Vectors lie in mapped files: processes that open one folder share their pages. B
 dense part, 16 bytes for each row of the tables that were looked up, and at most ``cache_bytes`` of hot rows
 (hot_rows.py).
 
-Several threads may call ``score`` and ``refresh`` of one Scorer. A request is computed with the vectors and the dense
-part of one step: ``refresh`` puts the new step together beside the one in use, and then replaces one reference.
+Several threads may call ``score``, ``apply`` and ``refresh`` of one Scorer. A request is computed with the vectors and
+the dense part of one step: ``apply`` and ``refresh`` put the new step together beside the one in use (rows, hot rows and
+dense part), and then replace one reference. A scorer of a folder that a running job exports to (``export.every``)
+follows the job:
+
+    while True:                                                           # in a thread beside those of requests
+        scorer.refresh()
+        time.sleep(1)
 
 Cost:   a lookup in memory for each hot key, a binary search for each other one, and one forward pass of the dense part.
+        An increment is read, joined to the changed rows before it, and costs a copy of the hot rows and a new model; the
+        sorted keys of the files are kept.
 Shapes: B samples, F features, N dense features.
 """
 
@@ -37,7 +45,8 @@ from shardwise.checkpoint import StepSummary, describe
 from shardwise.checkpoint.steps import steps_at
 from shardwise.engine.parts.inputs import apply, cast_inputs
 from shardwise.models.ctr.model import ClickModel
-from shardwise.models.vectors import DensePart, Vectors
+from shardwise.models.dense_part import DensePart
+from shardwise.models.vectors import Vectors
 from shardwise.parallel.embedding.ahead import are_features
 from shardwise.parallel.embedding.collection import EmbeddingCollection, collections_of
 from shardwise.serving.collection import ServedCollection
@@ -51,9 +60,10 @@ _INDEX = "tables.json"
 class _ServedModel(NamedTuple):
     """A model with the vectors and the dense part of one step."""
 
-    step: int
+    vectors: Vectors
+    """The reader of the vectors, which stays at this step."""
     source: tuple[str, float]
-    """The file that says which step is the newest, and the time of its last change."""
+    """The file that says which step of a run is the newest, and the time of its last change."""
     model: nn.Module
     collections: list[ServedCollection]
     dtype: torch.dtype
@@ -63,10 +73,10 @@ class Scorer:
     """The logits of a trained click-through model, without an engine.
 
     Args:
-        folder: A folder that ``shardwise convert`` made of a run with embedding tables; or a run, its checkpoints or
-            one step, whose vectors are then first written into temporary files.
+        folder: A folder that ``shardwise convert`` made of a run with embedding tables, or that a running job exports
+            to; or a run, its checkpoints or one step, whose vectors are then first written into temporary files.
         model: For a model that is not one of the built-in ones: a function that builds it, as it was built for the
-            training.
+            training; each step that is opened calls it again.
         cache_bytes: Most bytes of memory for vectors that are asked for often.
 
     Raises:
@@ -91,6 +101,7 @@ class Scorer:
         self._build = model
         self._cache_bytes = cache_bytes
         self._refreshing = threading.Lock()
+        self._follows_folder = (self.folder / _INDEX).is_file()
         self._served = self._open()
 
     def score(self, batch: Any) -> Tensor:
@@ -130,25 +141,56 @@ class Scorer:
         with torch.inference_mode():
             return model.vectors(features)
 
-    def refresh(self) -> bool:
-        """Open the newest step in the folder, and return True if it is another one than before.
+    def apply(self, increment: str | Path) -> None:
+        """Go on to the step of an increment: its rows and its dense part.
 
-        Requests that run meanwhile, in other threads, are computed with the step before. Without news this method looks
-        at one file.
+        Requests that run meanwhile, in other threads, are computed with the step before, and later ones with the new
+        step.
+
+        Args:
+            increment: A folder that ``shardwise convert --since`` or ``export.every`` wrote.
 
         Raises:
-            CheckpointError: as the constructor; the step before stays in use.
+            MismatchError: if the increment is of another run or another model, applied already, or out of order; the
+                step before stays in use.
+            DamagedError: if a file of the increment changed after it was written; the step before stays in use.
+            CheckpointError: if the folder is no increment.
+            UsageError: if the increment has no dense part, because an earlier version wrote it.
         """
         with self._refreshing:
-            if _newest_file(self.folder) == self._served.source:
+            served = self._served
+            vectors = served.vectors.at_this_step()
+            vectors.apply(increment)
+            self._served = self._made(vectors, served.source, served)
+
+    def refresh(self) -> bool:
+        """Go on to the newest step in the folder, and return True if it is another one than before.
+
+        Increments that a running job wrote since are applied one after another; a step that was exported anew is
+        opened. Requests that run meanwhile, in other threads, are computed with the step before. Without news this
+        method looks at one small file and a folder.
+
+        Raises:
+            CheckpointError: as the constructor and ``apply``; the step before stays in use.
+            UsageError: as the constructor and ``apply``; the step before stays in use.
+        """
+        with self._refreshing:
+            served = self._served
+            if not self._follows_folder:
+                if _newest_file(self.folder) == served.source:
+                    return False
+                self._served = self._open()
+                return True
+            vectors = served.vectors.at_this_step()
+            if not vectors.refresh():
                 return False
-            self._served = self._open()
+            self._served = self._made(vectors, served.source, served)
             return True
 
     @property
     def step(self) -> int:
-        """The number of optimizer steps done when the model was saved."""
-        return self._served.step
+        """The number of optimizer steps done when the vectors and the dense part were written."""
+        return self._served.vectors.step
 
     @property
     def cached_bytes(self) -> int:
@@ -165,30 +207,50 @@ class Scorer:
     def _open(self) -> _ServedModel:
         """Open the newest step and build its model."""
         source = _newest_file(self.folder)
-        if (self.folder / _INDEX).is_file():
+        if self._follows_folder:
             vectors = Vectors(self.folder)
         else:
             step = _newest_step(self.folder)
             with tempfile.TemporaryDirectory(prefix="shardwise-") as place:
                 export_step(step.path, Path(place))
                 vectors = Vectors(place)  # its maps stay readable after the files are removed
+        return self._made(vectors, source)
+
+    def _made(
+        self, vectors: Vectors, source: tuple[str, float], before: _ServedModel | None = None
+    ) -> _ServedModel:
+        """Build the model of the step of ``vectors``.
+
+        Args:
+            vectors: The reader of the vectors, which nobody else moves on.
+            source: The file that says which step is the newest.
+            before: The model in use, whose hot rows are taken over if the files are the same.
+        """
         dense = vectors.dense
         if dense is None:
             raise UsageError(
-                f"{self.folder}: holds vectors without the dense part of a model (an export of an earlier version); "
-                "export again with shardwise convert"
+                f"{self.folder}: holds vectors of step {vectors.step} without the dense part of a model (an export or "
+                "an increment of an earlier version); export again with shardwise convert, or by export.every"
             )
         if dense.about.get("step") not in (None, vectors.step):
             raise UsageError(
-                f"{self.folder}: its vectors are of step {vectors.step}, by increments, and its dense part is of step "
+                f"{self.folder}: its vectors are of step {vectors.step}, and its dense part is of step "
                 f"{dense.about['step']}; a Scorer reads both of one step: export the run again with shardwise convert"
             )
         model = self._built(dense)
+        if before is not None and not _with_state(before.model).isdisjoint(_with_state(model)):
+            raise UsageError(
+                "Scorer: the function given as model= returned modules that it returned before, which requests use; "
+                "build a new model in each call"
+            )
         dtype = dtype_of(dense)
         model = model.to(dtype)
         collections = self._replace(model, vectors, dtype)
         fill(model, dense.tensors, self.folder)
-        return _ServedModel(vectors.step, source, model.eval().requires_grad_(False), collections, dtype)
+        if before is not None and vectors.continues(before.vectors) and dtype == before.dtype:
+            for mine, theirs in zip(collections, before.collections, strict=True):
+                mine.take_over(theirs, vectors.write_changes)
+        return _ServedModel(vectors, source, model.eval().requires_grad_(False), collections, dtype)
 
     def _built(self, dense: DensePart) -> nn.Module:
         """Build the model, without its weights."""
@@ -217,6 +279,17 @@ class Scorer:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, made[-1])
         return made
+
+
+def _with_state(model: nn.Module) -> set[nn.Module]:
+    """Return the modules of a model that have parameters, buffers or tables of their own."""
+    return {
+        each
+        for each in model.modules()
+        if isinstance(each, EmbeddingCollection)
+        or next(each.parameters(recurse=False), None) is not None
+        or next(each.buffers(recurse=False), None) is not None
+    }
 
 
 def _reader(vectors: Vectors) -> Callable[[str, np.ndarray], np.ndarray]:

@@ -7,6 +7,9 @@
 
 Rows are no parameters of torch, so that the plain loop shares the code of row optimizers with the engine. What it does
 not share is the exchange of keys and gradients, the placements and the sums over ranks.
+
+Rows that are stored in 16 bits are stored in fp64 for the comparison in fp64, as weights are under ``precision: bf16``.
+What is compared is the same; the rounding of an update to 16 bits is not, and the verdict says so.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +28,24 @@ Rows = dict[str, dict[str, Any]]
 def full_name(collection: str, table: str) -> str:
     """Return the name of a table in its model."""
     return f"{collection}.{table}" if collection else table
+
+
+def narrow_tables(model: nn.Module) -> list[str]:
+    """Return the names of the tables of a model whose rows or optimizer state are stored in 16 bits."""
+    return [
+        full_name(prefix, table.name)
+        for prefix, collection in collections_of(model).items()
+        for table in collection.tables
+        if "bf16" in (table.dtype, table.state_dtype)
+    ]
+
+
+def widen_rows(model: nn.Module) -> None:
+    """Let the tables of a model store rows and optimizer state in the dtype in which updates are computed."""
+    for collection in collections_of(model).values():
+        collection.tables = tuple(
+            table.model_copy(update={"dtype": "fp32", "state_dtype": "fp32"}) for table in collection.tables
+        )
 
 
 class PlainTables:

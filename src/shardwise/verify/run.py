@@ -51,6 +51,7 @@ from shardwise.verify.own import Measured, OwnJob, hold_to_noise, measure
 from shardwise.verify.own import why_not as why_no_own_pass
 from shardwise.verify.ranks import RankRecords
 from shardwise.verify.record import LayoutJob, run_rank
+from shardwise.verify.rows import narrow_tables
 from shardwise.verify.static import activation_placements, static_problems
 from shardwise.verify.subject import Verification
 from shardwise.verify.tensors import ComparedTensor
@@ -430,7 +431,12 @@ class _Passes:
 def _check_function(subject: Verification, found: Verdict) -> bool:
     """Check that the model is a function of its batch. Return True if dropout has to be off for that."""
     for is_silent in (False, True):
-        said, rounds = _plain_process(_unstable, subject, is_silent)
+        said, rounds, narrow = _plain_process(_unstable, subject, is_silent)
+        if narrow and not is_silent:
+            more = f" and {len(narrow) - 1} more" if len(narrow) > 1 else ""
+            found.left_out.append(
+                f"rounding of {narrow[0]}{more} to 16 bits: the pass fp64 stores rows and their optimizer state in fp64"
+            )
         if rounds and subject.limit == FP64_LIMIT:
             subject.limit = ROUNDED_LIMIT
             found.declared.append(
@@ -479,12 +485,13 @@ def _plain_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _unstable(subject: Verification, is_silent: bool) -> Any:
+    narrow = narrow_tables(subject.make())
     model = subject.made(torch.float64, is_silent)()
     batch = subject.batches(torch.float64)[0][0]
     plain.PlainTables(model, torch.float64, subject.config.tables)
     with DtypeRecorder() as seen:
         said = plain.unstable_module(model, batch, subject.loss, subject.config.train.seed, subject.rows)
-    return said, seen.rounds_to_fp32
+    return said, seen.rounds_to_fp32, narrow
 
 
 def _reference(subject: Verification, is_silent: bool) -> plain.Reference:

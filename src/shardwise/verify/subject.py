@@ -23,6 +23,7 @@ from shardwise.engine.parts.inputs import call_model, find_loss
 from shardwise.plan.registry import TensorInfo
 from shardwise.verify.compare import FP64_LIMIT
 from shardwise.verify.layout import VerifiedLayout
+from shardwise.verify.rows import widen_rows
 
 _WEIGHTS = (1.0, 1.5, 0.75)
 """Weights of microbatches in turn, as multiples of their samples."""
@@ -114,6 +115,8 @@ class Verification:
             model = make()
             if is_silent:
                 plain.silence_dropout(model)
+            if dtype == torch.float64:
+                widen_rows(model)
             return model if dtype is None else model.to(dtype)
 
         return same

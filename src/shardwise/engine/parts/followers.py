@@ -135,6 +135,10 @@ class TablesFollower(StepFollower):
         if not applied:
             self._tables.drop()
 
+    def after_step(self, step: int, trace: Trace) -> None:
+        """Bound the keys of evicted rows that are kept for an export."""
+        self._tables.gone.bound()
+
     def drop(self) -> None:
         """Drop the row gradients."""
         self._tables.drop()

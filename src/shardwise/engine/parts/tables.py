@@ -47,6 +47,7 @@ from shardwise.memory.streams import to_device
 from shardwise.parallel.embedding.collection import EmbeddingCollection, collections_of
 from shardwise.parallel.embedding.policy import TablePolicy, TablesPolicy
 from shardwise.parallel.embedding.registered import infos
+from shardwise.parallel.embedding.rows.dynamic import DynamicIndex
 from shardwise.parallel.embedding.rows.keyed_rows import RowTally
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
@@ -56,6 +57,59 @@ from shardwise.tiers.row_cache import CacheFigures
 _CPU = torch.device("cpu")
 _ALIKE = 1e-3
 """Largest relative difference of Σ g² between ranks that should have the same gradients."""
+
+
+class GoneKeys:
+    """The keys of the rows that dynamic tables evicted since the last export, which the next increment names.
+
+    They are kept only after an export, because the first one writes all rows; and at most about as many as the tables
+    have rows: an export that comes so late that more rows went writes all rows again.
+
+    Args:
+        collections: The collections that are placed on this rank.
+    """
+
+    least = 1 << 16
+    """Number of keys that are kept in any case."""
+    _MOST_PARTS = 1 << 10
+    """Most tensors in which the keys of a table are kept."""
+
+    def __init__(self, collections: Mapping[str, EmbeddingCollection]) -> None:
+        self._collections = collections
+        self.are_kept = False
+        """True if the keys of all rows that went since ``begin`` are there."""
+        self._evicted = 0
+        """Number of rows that were evicted before ``begin``."""
+
+    def begin(self) -> None:
+        """Keep the keys of rows that go from here on, and forget those before, because an export was written."""
+        self.drop()
+        self.are_kept, self._evicted = True, sum(each.evicted for each in self._indexes())
+
+    def drop(self) -> None:
+        """Forget all keys, so that the next export writes all rows."""
+        self.are_kept = False
+        for collection in self._collections.values():
+            collection.saved.forget_gone()
+
+    def bound(self) -> None:
+        """Forget the keys if no increment follows from them, or if there are too many; called after each step."""
+        if not self.are_kept or self._are_too_many():
+            self.drop()
+            return
+        for each in self._indexes():
+            keys = each.evictions.keys
+            if keys is not None and len(keys) > self._MOST_PARTS:
+                keys[:] = [torch.cat(keys)]  # a tensor takes more memory than the few keys of a step
+
+    def _are_too_many(self) -> bool:
+        indexes = self._indexes()
+        evicted = sum(each.evicted for each in indexes) - self._evicted
+        return evicted > max(self.least, sum(len(each.index) for each in indexes))
+
+    def _indexes(self) -> list[DynamicIndex]:
+        parts = (part for each in self._collections.values() for part in each.placed.parts)
+        return [index for part in parts for index in part.store.dynamic]
 
 
 class ModelTables:
@@ -84,6 +138,8 @@ class ModelTables:
         self._device = device
         self._drift: PlanError | None = None
         """Difference between the gradients of ranks along "tp", until ``settle``."""
+        self.gone = GoneKeys(self.collections)
+        """The keys of rows that went, for the next increment of an export."""
         read = [name for _, _, table in self.each() for name in table.feature_names]
         for collection in self.collections.values():
             collection.note_read_elsewhere(read)

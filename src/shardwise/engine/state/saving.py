@@ -1,4 +1,4 @@
-"""Saving and loading: the engine's flat buffers as pieces of whole tensors.
+"""Saving and loading of steps: the engine's flat buffers as pieces of whole tensors (pieces.py).
 
     weight   whole tensors in the compute dtype                     every rank writes the range of its shard index; of
                                                                     ranks with the same elements only the first writes
@@ -18,8 +18,8 @@ numbers once, and the exceptions by name.
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +29,10 @@ from torch import Tensor
 from shardwise.base.errors import CheckpointError, MismatchError
 from shardwise.base.strict_json import read_object
 from shardwise.base.words import plain_name
-from shardwise.checkpoint import FlatSlice, Manifest, TensorPieces
+from shardwise.checkpoint import Manifest, TensorPieces
 from shardwise.checkpoint.load import StepReader
 from shardwise.checkpoint.manifest import TRAINER
-from shardwise.checkpoint.piece import ElementSource, Flat, LazySlice
+from shardwise.checkpoint.piece import Flat
 from shardwise.compose.spec import ModelSpec
 from shardwise.engine.parts.folders import check_folder
 from shardwise.engine.parts.parts import EngineParts
@@ -40,15 +40,14 @@ from shardwise.engine.parts.tables import ModelTables
 from shardwise.engine.state import saved_tables, table_notes
 from shardwise.engine.state.differences import StepDifferences
 from shardwise.engine.state.loaders import EngineLoaders
+from shardwise.engine.state.pieces import CheckpointState, Pieces, add_pieces, buffer_items, items_to_save
 from shardwise.engine.state.saved_state import SavedState, best_steps
-from shardwise.engine.state.state import buckets, finish_updates, own_buffers, settle
+from shardwise.engine.state.state import buckets, finish_updates, settle
 from shardwise.engine.state.table_increments import TableIncrements, TablesSave
 from shardwise.engine.state.table_rows import with_base
 from shardwise.models.ctr.build import described
 from shardwise.optim.average import EMA
-from shardwise.parallel.zero.bucket import BucketState
 from shardwise.plan.registry import Registry, TensorInfo
-from shardwise.plan.unit import ParameterSlot
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +127,7 @@ def _save(
     with closing(CheckpointState(parts, changes=False)) as opened:
         items = [
             item._replace(name=plain_name(item.name))
-            for item in _items_to_save(parts, labels, stateless, opened)
+            for item in items_to_save(parts, labels, stateless, opened)
         ]
         # An asynchronous save would copy the disk's state into memory. Rows in tiers are read as they are now.
         if _is_on_disk(parts) or parts.tables.is_tiered:
@@ -155,67 +154,6 @@ def _is_on_disk(parts: EngineParts) -> bool:
         for rows in ranks.buffers.values()
         for row in rows
     )
-
-
-class CheckpointState:
-    """Access to masters and moments for a checkpoint.
-
-    Of state on a disk, one kind of one bucket is in memory at a time. Moments in another form than the masters' are
-    decoded when they are read and encoded when they are written. The first write of a load clears all of such a moment,
-    because elements of a block share a scale: what was there before would round what is loaded beside it.
-    """
-
-    def __init__(self, parts: EngineParts, changes: bool):
-        self._optimizers = {id(bucket): optimizer for bucket, optimizer in parts.trained}
-        self._changes = changes
-        self._open_now: tuple[BucketState, str | None] | None = None
-        """The bucket and the kind of its state that are in memory; kind None stands for all kinds."""
-        self._cleared: set[tuple[BucketState, str]] = set()
-        """Moments in another form that this load has begun to write."""
-        self._stack = ExitStack()
-
-    def of(self, bucket: BucketState, kind: str) -> Flat:
-        """Return the master, or one of the moments, flat."""
-        state, optimizer = bucket.state, self._optimizers.get(id(bucket))
-        if optimizer is not None and optimizer.state.coded is not None and kind in optimizer.state.labels:
-
-            def read_coded(start: int, stop: int) -> Tensor:
-                self._open(bucket)
-                return optimizer.state.read(kind, start, stop)
-
-            def write_coded(start: int, values: Tensor) -> None:
-                self._open(bucket)
-                if (bucket, kind) not in self._cleared:
-                    self._cleared.add((bucket, kind))
-                    optimizer.state.clear(kind)
-                optimizer.state.write(kind, start, values)
-
-            return LazySlice(
-                ElementSource(read_coded, write_coded), bucket.owned_elements, bucket.dtypes.master
-            )
-        assert state is not None, "on the device they are at hand"
-        if state.tier != "disk":
-            return state.tensors[kind]
-
-        def read(start: int, stop: int) -> Tensor:
-            self._open(bucket, kind)
-            return state.tensors[kind][start:stop]
-
-        def write(start: int, values: Tensor) -> None:
-            read(start, start + values.numel()).copy_(values)
-
-        return LazySlice(ElementSource(read, write), *state.kinds[kind])
-
-    def _open(self, bucket: BucketState, kind: str | None = None) -> None:
-        if self._open_now != (bucket, kind):
-            self.close()
-            self._stack.enter_context(bucket.opened(self._changes, None if kind is None else (kind,)))
-            self._open_now = bucket, kind
-
-    def close(self) -> None:
-        """Release the state that is in memory; changed state is written back to the disk in the background."""
-        self._open_now = None
-        self._stack.close()
 
 
 def _of_all_stages(parts: EngineParts, notes: dict[str, Any]) -> dict[str, Any]:
@@ -381,107 +319,6 @@ def moments_of(manifest: Manifest, registry: Registry) -> tuple[list[str], str]:
 # Saving ------------------------------------------------------------------------------------------------------------
 
 
-Pieces = dict[tuple[str, str], list[FlatSlice]]
-"""Pieces of tensors by (kind, name)."""
-
-
-def _items_to_save(
-    parts: EngineParts,
-    labels: Mapping[str, Sequence[str]],
-    stateless: frozenset[str],
-    opened: CheckpointState,
-) -> list[TensorPieces]:
-    """Return every tensor of the whole model's state, with the pieces that this rank writes."""
-    held: Pieces = {}
-    optimizers = {id(bucket): optimizer for bucket, optimizer in parts.trained}
-    for stage in parts.stages:
-        for bucket in (bucket for state in stage.hooks.states for bucket in state.buckets):
-            window = bucket.written_range
-            slots = [
-                slot
-                for slot in bucket.layout.slots
-                if parts.registry.get("parameter", slot.name).stages[0] == stage.index
-            ]
-            weight = opened.of(bucket, "weight") if bucket.holds("weight") else bucket.weight.shard
-            _pieces(parts, held, "weight", slots, bucket.weight.first, weight, window)
-            if bucket.weight.master is None:
-                continue
-            first = bucket.owned_range[0] * bucket.owned_elements
-            with_state = [slot for slot in slots if slot.name not in stateless]
-            if bucket.state is not None:
-                for kind in bucket.state.kinds:
-                    if kind == "weight":
-                        continue
-                    if kind != "master" or bucket.dtypes.master != bucket.dtypes.compute:
-                        wanted = slots if kind == "master" else with_state
-                        _pieces(parts, held, kind, wanted, first, opened.of(bucket, kind), window)
-                continue
-            if bucket.dtypes.master != bucket.dtypes.compute:
-                _pieces(parts, held, "master", slots, first, bucket.weight.master, window)
-            optimizer = optimizers[id(bucket)]
-            if optimizer.state.coded is not None:
-                for label in optimizer.state.labels:
-                    _pieces(parts, held, label, with_state, first, opened.of(bucket, label), window)
-                continue
-            for label, start, _, tensor in optimizer.state.moments():
-                _pieces(parts, held, label, with_state, first + start, tensor, window)
-    items = []
-    for info in parts.registry.of_kind("parameter"):
-        items.append(
-            TensorPieces("weight", info.name, info.shape, info.dtype, held.get(("weight", info.name), []))
-        )
-    for info in parts.registry.of_kind("master"):
-        if info.dtype != parts.registry.get("parameter", info.name).dtype:
-            items.append(
-                TensorPieces("master", info.name, info.shape, info.dtype, held.get(("master", info.name), []))
-            )
-        for label in labels[info.name] if info.name not in stateless else ():
-            items.append(
-                TensorPieces(label, info.name, info.shape, info.dtype, held.get((label, info.name), []))
-            )
-    return items + _buffer_items(parts, to_write=True)
-
-
-def _buffer_items(parts: EngineParts, to_write: bool) -> list[TensorPieces]:
-    """Return every saved buffer of the model, with this rank's pieces.
-
-    A buffer is whole on each rank that holds it: the first of them writes it, and every rank reads its own.
-    """
-    items = []
-    held = own_buffers(parts)
-    for info in parts.registry.of_kind("buffer"):
-        if not parts.spec.buffers[info.name][2]:
-            continue
-        is_writer = parts.slices.holds_first(info) and parts.owner(info) == parts.stage_group.index
-        mine = info.name in held and (is_writer or not to_write)
-        pieces = []
-        if mine:
-            flat = held[info.name].detach()
-            flat = flat.contiguous().view(-1) if to_write else flat.view(-1)
-            pieces = [FlatSlice(0, flat.numel(), flat)]
-        items.append(TensorPieces("buffer", info.name, info.shape, info.dtype, pieces))
-    return items
-
-
-def _pieces(
-    parts: EngineParts,
-    held: Pieces,
-    kind: str,
-    slots: Iterable[ParameterSlot],
-    first: int,
-    flat: Flat,
-    window: tuple[int, int] | None,
-) -> None:
-    """Add the parts of ``slots`` that lie in ``flat``, whose first element is element ``first`` of the bucket.
-
-    With a ``window`` of the bucket the pieces are to be written: elements that several ranks hold are added only on the
-    first of them. Without a window the pieces are to be filled.
-    """
-    for name, start, stop, place in parts.slices.ranges_in(slots, first, flat.numel(), window):
-        piece = FlatSlice(start, stop, flat.detach()[place : place + stop - start])
-        held.setdefault((kind, name), []).append(piece)
-
-
 def _agree_on_scalars(
     parts: EngineParts, fault: str = ""
 ) -> tuple[tuple[dict[str, float], dict[str, dict[str, float]]], frozenset[str], dict[str, list[str]]]:
@@ -551,9 +388,9 @@ def _items_to_load(
         if bucket.weight.master is not None:
             target = bucket.weight.master if bucket.state is None else opened.of(bucket, bucket.state.master)
             first = bucket.owned_range[0] * bucket.owned_elements
-        _pieces(parts, held, "state", layout.slots, first, target, None)
+        add_pieces(parts, held, "state", layout.slots, first, target, None)
         for label, flat in moments.get(id(bucket), {}).items():
-            _pieces(parts, held, label, layout.slots, first, flat, None)
+            add_pieces(parts, held, label, layout.slots, first, flat, None)
     left = set(map(plain_name, (*found.kept, *found.passed_over)))
     labels = {label for flats in moments.values() for label in flats}
     items = [
@@ -576,7 +413,7 @@ def _items_to_load(
                     TensorPieces(label, info.name, info.shape, dtype, held.get((label, info.name), []))
                 )
     return items + [
-        item for item in _buffer_items(parts, to_write=False) if plain_name(item.name) not in left
+        item for item in buffer_items(parts, to_write=False) if plain_name(item.name) not in left
     ]
 
 

@@ -53,11 +53,6 @@ class TableIncrements:
         self._saves += 1
         if every is None or not parts.tables:
             return TablesSave(None, None, self._saves)
-        if (
-            parts.config.export is None
-        ):  # an export needs the keys of evicted rows, and increments of steps do not
-            for collection in parts.tables.collections.values():
-                collection.saved.forget_gone()
         full = parts.folders.at(folder).last_full()
         text = parts.folders.exchange("the full step of tables", json.dumps(full))[0]
         mark, step, sha256, increments = json.loads(text) or (0, 0, "", 0)

@@ -4,11 +4,12 @@
     export of step 80      FOLDER/increments/RUN/step_00000040_to_00000080/            rows that came, changed and went
     ``full_every`` later   FOLDER/tables.json and its files                            full, of a new run name
 
-Each appears in one rename (models/vectors.py, models/increments.py). A process begins with full vectors, and goes on
-with full vectors after it has loaded a step: a reader may have applied increments of steps that are taken back.
+Each appears in one rename (models/vectors.py, models/increments.py), and each has the whole dense part of the model of
+its step, in the pieces that a save writes (pieces.py). A process begins with full vectors, and goes on with full
+vectors after it has loaded a step: a reader may have applied increments of steps that are taken back.
 
-The ranks agree on each phase as in a save (checkpoint/peers.py). With several ranks each writes its rows into a part
-file, from which rank 0 writes what readers open.
+The ranks agree on each phase as in a save (checkpoint/peers.py). With several ranks each writes its rows and its
+pieces of the dense part into a part file, from which rank 0 writes what readers open, one tensor of a rank at a time.
 
 Cost:   what increments.py says on the disk, twice with several ranks; training waits for it.
 Shapes: C rows that are written, D width, G keys of rows that went.
@@ -19,6 +20,7 @@ import logging
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,16 +28,23 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import UsageError
+from shardwise.base.words import bytes_text, counted, plain_name
+from shardwise.checkpoint import FlatSlice, TensorPieces
 from shardwise.checkpoint.peers import CheckpointCoordinator
 from shardwise.engine.parts.parts import EngineParts
+from shardwise.engine.state.pieces import CheckpointState, model_items
 from shardwise.engine.state.state import finish_updates, settle
-from shardwise.formats.safetensors import SafetensorsWriter, read_header
+from shardwise.formats.safetensors import CODES, DTYPES, SafetensorsWriter, read_header
+from shardwise.models.ctr.build import described
+from shardwise.models.dense_part import DenseToWrite
 from shardwise.models.increments import ChangedTable, ExportedStep, increment_name, write_increment
 from shardwise.models.vectors import INCREMENTS, StoredTable, write_vectors
 
 _log = logging.getLogger(__name__)
 _PARTS = ".export-"
 """Begin of the name of a folder with the part files of an export."""
+_ELEMENTS = 1 << 22
+"""Elements of the dense part that are read from a device or a disk at once."""
 
 
 class _Exported(NamedTuple):
@@ -70,6 +79,22 @@ class _ExportedRows(NamedTuple):
         return {"name": self.name, "width": self.width, "dynamic": self.is_dynamic, **sizes}
 
 
+class _ExportHere(NamedTuple):
+    """What this rank writes of an export."""
+
+    rows: list[_ExportedRows]
+    dense: list[TensorPieces]
+    """All weights and buffers of the model, with the pieces that this rank writes."""
+    about: dict[str, Any]
+    """What says which model it is, for the dense part."""
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """Names and sizes, which all ranks exchange."""
+        dense = [[each.name, list(each.shape), CODES[each.dtype]] for each in self.dense]
+        return {"tables": [each.note for each in self.rows], "dense": dense}
+
+
 class VectorExport:
     """The exports of one engine.
 
@@ -84,9 +109,10 @@ class VectorExport:
     def forget(self) -> None:
         """Begin with full vectors again, because the steps that follow may not continue those that were exported."""
         self._last = None
+        self._parts.tables.gone.drop()
 
     def write(self, folder: Path) -> bool:
-        """Export the vectors of this step. Implements ``Engine.export``.
+        """Export the vectors and the dense part of this step. Implements ``Engine.export``.
 
         Returns:
             True if full vectors were written, False for an increment, or if this step was exported before.
@@ -103,20 +129,28 @@ class VectorExport:
             last.folder != folder or (policy is not None and last.increments >= policy.full_every)
         ):
             last = None
+        kept = parts.folders.exchange("keys of rows that went", json.dumps(parts.tables.gone.are_kept))
+        if not all(map(json.loads, kept)):
+            last = None  # a rank has dropped keys that an increment would have to name
         self._last = None  # an export that fails is followed by full vectors
         each_here = [each for each in parts.tables.each() if parts.tables.is_here(each[1])]
         since = {name: collection.steps for name, collection, _ in each_here}
         with parts.tables.deferred_faults():
             rows = self._rows(last)
         parts.tables.raise_faults()
+        about = {
+            "click_model": described(parts.model),
+            "target": getattr(parts.config.model, "target", None),
+            "step": step,
+        }
         coordinator = parts.folders.coordinator(f"export of step {step}")
-        with coordinator.at_work():
+        with closing(CheckpointState(parts, changes=False)) as opened, coordinator.at_work():
             try:
-                now = _together(coordinator, folder, rows, step, last)
+                dense = [item._replace(name=plain_name(item.name)) for item in model_items(parts, opened)]
+                now = _together(coordinator, folder, _ExportHere(rows, dense, about), step, last)
             finally:
                 coordinator.end()
-        for each in parts.tables.collections.values():
-            each.saved.forget_gone()
+        parts.tables.gone.begin()
         self._last = _Exported(folder, now, since, 0 if last is None else last.increments + 1)
         return last is None
 
@@ -160,7 +194,7 @@ class VectorExport:
 def _together(
     coordinator: CheckpointCoordinator,
     folder: Path,
-    rows: Sequence[_ExportedRows],
+    here: _ExportHere,
     step: int,
     last: _Exported | None,
 ) -> ExportedStep:
@@ -181,48 +215,80 @@ def _together(
     token = str(json.loads(coordinator.gather("begin", begin)[0]))
     place = folder / f"{_PARTS}{token}"
 
-    def write_part() -> list[dict[str, Any]]:
+    def write_part() -> dict[str, Any]:
         if not is_alone:
-            _write_part(place / _part_name(coordinator.rank), rows)
-        return [each.note for each in rows]
+            _write_part(place / _part_name(coordinator.rank), here)
+        return here.notes
 
     notes = [json.loads(text) for text in coordinator.gather("rows", write_part)]
     run = token if last is None else last.step.run
     now = ExportedStep(run=run, step=step)
 
     def commit() -> None:
-        if not leads:
-            return
-        read = _PartFiles(place, notes, rows if is_alone else None)
-        if last is None:
-            write_vectors(folder, [read.stored(name) for name in read.names], step, run=run)
-            _remove_others(folder / INCREMENTS, run)
-        else:
-            target = folder / INCREMENTS / run / increment_name(last.step.step, step)
-            write_increment(target, [read.changed(name) for name in read.names], last.step, now)
-        if not is_alone:
-            shutil.rmtree(place)
+        if leads:
+            _commit(_PartFiles(place, notes, here, is_alone), folder, now, last)
+            if not is_alone:
+                shutil.rmtree(place)
 
     coordinator.gather("commit", commit)
-    _log.info("exported step %d to %s: %s", step, folder, "full vectors" if last is None else "an increment")
     return now
+
+
+def _commit(read: "_PartFiles", folder: Path, now: ExportedStep, last: _Exported | None) -> None:
+    """Write, on rank 0, what readers open, and remove the increments that no new reader can apply."""
+    dense = read.dense()
+    if last is None:
+        stored = [read.stored(name) for name in read.names]
+        write_vectors(folder, stored, now.step, dense=dense, run=now.run)
+        _remove_others(folder / INCREMENTS, now.run)
+        rows = f"full vectors, {counted(sum(table.rows for table in stored), 'row')}"
+    else:
+        target = folder / INCREMENTS / now.run / increment_name(last.step.step, now.step)
+        tables = [read.changed(name) for name in read.names]
+        write_increment(target, tables, last.step, now, dense=dense)
+        changed, gone = sum(table.changed for table in tables), sum(len(table.gone) for table in tables)
+        rows = f"an increment, {counted(changed, 'row')} that came or changed and {gone} that went"
+    size = bytes_text(dense.nbytes)
+    _log.info("exported step %d to %s: %s; %s of the dense part", now.step, folder, rows, size)
 
 
 def _part_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def _write_part(file: Path, rows: Sequence[_ExportedRows]) -> None:
-    """Write the rows of this rank into a file of its own."""
+def _write_part(file: Path, here: _ExportHere) -> None:
+    """Write the rows of this rank, and its pieces of the dense part, into a file of its own."""
     tensors = {
         f"{label}/{each.name}": tensor
-        for each in rows
+        for each in here.rows
         for label, tensor in (("keys", each.keys), ("vectors", each.vectors), ("gone", each.gone))
     }
+    dense = [item for item in here.dense if item.pieces]
+    tensors |= {
+        f"ranges/{item.name}": torch.tensor([(piece.start, piece.stop) for piece in item.pieces])
+        for item in dense
+    }
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    with SafetensorsWriter(file, shapes, {name: tensor.dtype for name, tensor in tensors.items()}) as writer:
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    shapes |= {
+        f"dense/{item.name}": (sum(piece.stop - piece.start for piece in item.pieces),) for item in dense
+    }
+    dtypes |= {f"dense/{item.name}": item.dtype for item in dense}
+    with SafetensorsWriter(file, shapes, dtypes) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
+        for item in dense:
+            place = 0
+            for piece in item.pieces:
+                for _, values in _elements(piece):
+                    writer.write_part(f"dense/{item.name}", place, values)
+                    place += values.numel()
+
+
+def _elements(piece: FlatSlice) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first element, elements) of a piece, at most ``_ELEMENTS`` at a time."""
+    for start in range(0, piece.stop - piece.start, _ELEMENTS):
+        yield piece.start + start, piece.tensor[start : start + _ELEMENTS].cpu()
 
 
 def _remove_others(folder: Path, run: str) -> None:
@@ -233,21 +299,26 @@ def _remove_others(folder: Path, run: str) -> None:
 
 
 class _PartFiles:
-    """The rows that all ranks wrote, read by rank 0.
+    """What all ranks wrote, read by rank 0.
 
     Args:
         place: Folder of the part files.
-        notes: Notes of each rank's parts.
-        rows: The rows themselves if there is one rank; None reads them from the files.
+        notes: Notes of each rank's part.
+        here: What rank 0 itself writes.
+        is_alone: True if there is one rank, which then writes no part file.
     """
 
     def __init__(
-        self, place: Path, notes: Sequence[Sequence[dict[str, Any]]], rows: Sequence[_ExportedRows] | None
-    ):
-        self._place, self._rows = place, rows
+        self, place: Path, notes: Sequence[dict[str, Any]], here: _ExportHere, is_alone: bool
+    ) -> None:
+        self._place, self._own, self._about = place, here if is_alone else None, here.about
+        self._ranks = len(notes)
+        self._dense = {
+            name: (tuple(shape), DTYPES[code]) for of_rank in notes for name, shape, code in of_rank["dense"]
+        }
         self._notes: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         for rank, of_rank in enumerate(notes):
-            for note in of_rank:
+            for note in of_rank["tables"]:
                 self._notes.setdefault(note["name"], []).append((rank, note))
         for of_table in self._notes.values():
             of_table.sort(key=lambda each: int(each[1]["first"]))
@@ -278,6 +349,29 @@ class _PartFiles:
             lambda: self._read(name),
         )
 
+    def dense(self) -> DenseToWrite:
+        """Return the dense part of the model."""
+        shapes = {name: shape for name, (shape, _) in self._dense.items()}
+        dtypes = {name: dtype for name, (_, dtype) in self._dense.items()}
+        return DenseToWrite(shapes, dtypes, self._about, self._read_dense)
+
+    def _read_dense(self) -> Iterator[tuple[str, int, Tensor]]:
+        if self._own is not None:
+            for item in self._own.dense:
+                for piece in item.pieces:
+                    yield from ((item.name, start, values) for start, values in _elements(piece))
+            return
+        for rank in range(self._ranks):
+            stored = read_header(self._place / _part_name(rank))
+            for name in self._dense:
+                if f"dense/{name}" not in stored:
+                    continue
+                ranges, flat = stored[f"ranges/{name}"], stored[f"dense/{name}"]
+                values, place = flat.read(0, flat.elements), 0
+                for start, stop in ranges.read(0, ranges.elements).view(-1, 2).tolist():
+                    yield name, start, values[place : place + stop - start]
+                    place += stop - start
+
     def _sum(self, name: str, what: str) -> int:
         return sum(int(note[what]) for _, note in self._notes[name])
 
@@ -287,8 +381,8 @@ class _PartFiles:
                 yield note["first"], self._tensor(rank, "keys", name), self._tensor(rank, "vectors", name)
 
     def _tensor(self, rank: int, label: str, name: str) -> Tensor:
-        if self._rows is not None:
-            part = next(each for each in self._rows if each.name == name)
+        if self._own is not None:
+            part = next(each for each in self._own.rows if each.name == name)
             return {"keys": part.keys, "vectors": part.vectors, "gone": part.gone}[label]
         stored = read_header(self._place / _part_name(rank))[f"{label}/{name}"]
         return stored.read(0, stored.elements).view(stored.shape)
