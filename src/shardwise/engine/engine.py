@@ -699,12 +699,14 @@ class Engine(StateAccess):
 
     @together
     def export(self, directory: str | Path) -> bool:
-        """Write the vectors of the embedding tables for serving, at this step. Collective.
+        """Write the vectors of the embedding tables and the dense part for serving, at this step. Collective.
 
         The first export writes full vectors, and later ones increments: the rows that came, changed and went since the
-        export before. ``shardwise.Vectors`` reads the folder, and its ``refresh`` follows the increments. Full vectors
-        are written again after ``export.full_every`` increments and after a load. The key ``export`` must be in the
-        configuration, because the tables then keep marks of the rows that change.
+        export before. Each has the parameters and buffers of the model beside the tables. ``shardwise.Scorer`` and
+        ``shardwise.Vectors`` read the folder, and their ``refresh`` follows the increments. Full vectors are written
+        again after ``export.full_every`` increments, after a load, and if more rows were evicted since the last export
+        than the tables have. The key ``export`` must be in the configuration, because the tables then keep marks of the
+        rows that change.
 
         Args:
             directory: folder of the vectors, which all ranks share.

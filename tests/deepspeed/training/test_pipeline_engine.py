@@ -56,13 +56,13 @@ def batches(count: int = STEPS * PARTS) -> Iterator[Batch]:
     )
 
 
-def engine_of(model: PipelineModule, stage: int = 0) -> Any:
+def engine_of(model: PipelineModule, stage: int = 0, parts: int = PARTS) -> Any:
     return deepspeed.initialize(
         model=model,
         model_parameters=[p for p in model.parameters() if p.requires_grad],
         config={
             "train_micro_batch_size_per_gpu": MICRO,
-            "gradient_accumulation_steps": PARTS,
+            "gradient_accumulation_steps": parts,
             "gradient_clipping": 0.3,
             "zero_optimization": {"stage": stage},
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
@@ -152,33 +152,33 @@ def test_a_pipeline_of_deepspeeds(
         assert {f"{i}.weight" for i in (0, 1, 3, 5, 6)} <= whole.keys()
 
 
-def unlike_microbatches(step: int, dp: int) -> list[Batch]:
+def unlike_microbatches(step: int, dp: int, parts: int) -> list[Batch]:
     """Microbatches of 1 to 4 samples, which differ between steps and data-parallel ranks."""
     draws = torch.Generator().manual_seed(10 * step + dp)
-    sizes = [1 + (step + dp + part) % 4 for part in range(PARTS)]
+    sizes = [1 + (step + dp + part) % 4 for part in range(parts)]
     return [
         (torch.randint(7, (rows,), generator=draws), torch.randint(7, (rows,), generator=draws))
         for rows in sizes
     ]
 
 
-def in_a_v_on_unlike_shapes(world: World, stage: int) -> tuple[list[float], dict[str, Tensor]]:
-    engine = engine_of(net(2, True, partition_method="uniform"), stage)
+def in_a_v_on_unlike_shapes(world: World, stage: int, parts: int) -> tuple[list[float], dict[str, Tensor]]:
+    engine = engine_of(net(2, True, partition_method="uniform"), stage, parts)
     dp = engine.ours.dp_index
-    losses = [engine.train_batch(iter(unlike_microbatches(step, dp))).item() for step in range(STEPS)]
+    losses = [engine.train_batch(iter(unlike_microbatches(step, dp, parts))).item() for step in range(STEPS)]
     whole = engine.module_state_dict()
     engine.destroy()
     return losses, whole
 
 
-def unlike_shapes_in_plain_torch() -> tuple[list[float], dict[str, Tensor]]:
+def unlike_shapes_in_plain_torch(parts: int) -> tuple[list[float], dict[str, Tensor]]:
     model = net(1)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        each = [cross_entropy(model(x), y) for dp in range(2) for x, y in unlike_microbatches(step, dp)]
+        each = [cross_entropy(model(x), y) for dp in range(2) for x, y in unlike_microbatches(step, dp, parts)]
         mean = torch.stack(each).mean()
         mean.backward()
         nn.utils.clip_grad_norm_(trained, 0.3)
@@ -187,11 +187,26 @@ def unlike_shapes_in_plain_torch() -> tuple[list[float], dict[str, Tensor]]:
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_shapes_change_in_a_v_beside_zero(ranks: Callable[[int], RankPool], stage: int) -> None:
-    """Two data-parallel ranks share the state; theirs has one shape for a run, and stages 0 and 1 alone."""
-    losses, weights = unlike_shapes_in_plain_torch()
-    for got, whole in ranks(4).run(in_a_v_on_unlike_shapes, stage):
+@pytest.mark.parametrize(
+    ("stage", "parts"),
+    [
+        (1, 1),
+        (2, 3),
+        *[
+            pytest.param(stage, parts, marks=pytest.mark.soak)
+            for stage in range(4)
+            for parts in (1, 2, 3, 5, 8)
+            if (stage, parts) not in ((1, 1), (2, 3))
+        ],
+    ],
+)
+def test_shapes_change_in_a_v_beside_zero(ranks: Callable[[int], RankPool], stage: int, parts: int) -> None:
+    """Two data-parallel ranks share the state, at any stage, with fewer microbatches than stages too.
+
+    DeepSpeed's module has one shape for a run, stages 0 and 1 alone, and at least two microbatches for each stage.
+    """
+    losses, weights = unlike_shapes_in_plain_torch(parts)
+    for got, whole in ranks(4).run(in_a_v_on_unlike_shapes, stage, parts):
         assert got == pytest.approx(losses, rel=1e-10)
         torch.testing.assert_close(whole, {name: weights[name] for name in whole}, rtol=1e-10, atol=1e-12)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.base.errors import CheckpointError, ConfigError, DamagedError
+from shardwise.base.errors import CheckpointError, ConfigError, DamagedError, MismatchError
 from shardwise.checkpoint import verify
 from shardwise.checkpoint.save import CheckpointSave
 from shardwise.cli.convert import _export_since
@@ -19,7 +19,7 @@ from shardwise.models.vectors import Vectors, write_vectors
 from shardwise.parallel.embedding.rows.row_marks import RowMarks
 from tests.engine.state.test_vector_export import OTHERS, SPREAD, content
 from tests.engine.state.test_vector_export import build as any_net
-from tests.engine.tables_net import row_of, train
+from tests.engine.tables_net import Net, row_of, train
 
 
 def build(world: World, placements: dict[str, str] | None = None, **checkpoint: Any) -> Any:
@@ -238,3 +238,31 @@ def test_without_tables_the_key_is_refused() -> None:
         ConfigError, match="checkpoint.tables_full_every: the model has no EmbeddingCollection"
     ):
         shardwise.initialize(torch.nn.Linear(2, 2), {"checkpoint": {"tables_full_every": 2}})
+
+
+def with_other_widths(world: World) -> Any:
+    """The same dense part behind tables of which two have the widths of each other."""
+    widths = {"rare": 8, "wide": 6}
+    net = Net({})
+    net.tables.tables = tuple(
+        table.model_copy(update={"width": widths.get(table.name, table.width)}) for table in net.tables.tables
+    )
+    policy = {"tables_full_every": 3, "keep_last": None, "asynchronous": False}
+    return shardwise.initialize(net, {"checkpoint": policy}, world=world)
+
+
+def test_a_width_that_changed_under_a_chain_is_said(tmp_path: Path) -> None:
+    """By a load of the chain, and by an increment between steps of both widths."""
+    chain(join(), str(tmp_path / "steps"))
+    engine = with_other_widths(join())
+    with pytest.raises(MismatchError, match=r"tables.rare.*\b6\b.*\b8\b"):
+        engine.load(tmp_path / "steps")
+    train(engine, 25)
+    engine.save(tmp_path / "steps")
+    engine.close()
+    for since in (4, 24):  # a full step, and one that continues it
+        with pytest.raises(
+            MismatchError, match=rf"step_00000025: table 'tables.rare' has width 8 and is dynamic; in .*{since} it has"
+        ):
+            _export_since(tmp_path / "steps", tmp_path / "delta", since)
+    assert not (tmp_path / "delta").exists()

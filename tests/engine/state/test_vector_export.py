@@ -1,5 +1,7 @@
 """What a running job exports is what its checkpoints hold, on any ranks; planted gaps in the marks are seen."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,21 @@ import shardwise
 from shardwise import Vectors
 from shardwise.base.errors import CheckpointError, ConfigError, UsageError
 from shardwise.cli.main import app
+from shardwise.checkpoint.files import FileSystem
+from shardwise.checkpoint.steps import open_step
 from shardwise.comm.world import World, join
 from shardwise.engine.state import vector_export
+from shardwise.engine.state.pieces import model_items
 from shardwise.engine.state.saved_tables import tables_in
+from shardwise.models.dense_part import DensePart
 from shardwise.models.increments import read_increment
 from shardwise.models.vectors import INCREMENTS, write_vectors
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy
 from shardwise.parallel.embedding.rows.dynamic import DynamicIndex
 from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 from shardwise.parallel.embedding.rows.row_marks import RowMarks
+from shardwise.serving.export import dense_in, export_step
+from tests.engine import test_tables_model_parallel as tower
 from tests.engine.tables_net import Net, batch, train
 
 STEPS = (4, 8, 24)
@@ -41,9 +49,9 @@ def build(world: World, placements: dict[str, str] | None = None, **config: Any)
     return shardwise.initialize(net, config, world=world)
 
 
-def exported(world: World, folder: str, placements: dict[str, str] | None = None) -> None:
+def exported(world: World, folder: str, placements: dict[str, str] | None = None, stage: int = 0) -> None:
     """Export and save after each of ``STEPS``; between two exports other work leaves no trace or its own."""
-    engine = build(world, placements)
+    engine = build(world, placements, zero={"stage": stage})
     root = Path(folder)
     for step in STEPS:
         train(engine, step - engine.step_count)
@@ -69,6 +77,24 @@ def saved(folder: Path, step: int) -> dict[str, dict[int, list[float]]]:
     return content(Vectors(write_vectors(folder / f"full_{step}", tables, number)))
 
 
+def dense_file(index: Path) -> dict[str, Any]:
+    """What an index says of its dense part, without the file's name."""
+    return {key: value for key, value in json.loads(index.read_text())["dense"].items() if key != "file"}
+
+
+def check_dense(found: DensePart | None, step: Path, index: Path) -> None:
+    """The dense part is that of a full conversion of the step: names, bits, dtypes, and the bytes of its file."""
+    wanted = dense_in(step, open_step(step, FileSystem()))
+    assert found is not None and found.about == wanted.about and found.tensors.keys() == wanted.tensors.keys()
+    for name, tensor in wanted.tensors.items():
+        assert tensor.numel() and tensor.dtype == found.tensors[name].dtype, name
+        assert torch.equal(tensor, found.tensors[name]), name
+    converted = index.parent / f"converted_{step.name}"
+    export_step(step, converted)
+    assert dense_file(index) == dense_file(converted / "tables.json")
+    shutil.rmtree(converted)
+
+
 def check(folder: Path) -> dict[str, tuple[int, int]]:
     """Each increment leads to the vectors of its checkpoint; returns (changed, gone) by table of the last one."""
     (run,) = (folder / "vectors" / INCREMENTS).iterdir()
@@ -78,6 +104,7 @@ def check(folder: Path) -> dict[str, tuple[int, int]]:
     for path, step in zip(sorted(run.iterdir()), STEPS[1:], strict=True):
         reader.apply(path)
         assert reader.step == step and content(reader) == saved(folder, step)
+        check_dense(reader.dense, folder / "steps" / f"step_{step:08d}", path / "increment.json")
     assert content(Vectors(folder / "vectors")) == saved(folder, STEPS[-1])
     return {name: (len(rows.keys), len(rows.gone)) for name, rows in read_increment(path).tables.items()}
 
@@ -100,13 +127,106 @@ def test_increments_lead_to_the_vectors_of_the_checkpoints(
     assert 0 < found["tables.wide"][0] < len(full["tables.wide"]) / 2
 
 
-@pytest.mark.parametrize("placements", [SPREAD, OTHERS], ids=["spread", "others"])
+@pytest.mark.parametrize(("placements", "stage"), [(SPREAD, 0), (OTHERS, 3)], ids=["spread", "others"])
 def test_two_ranks_export_the_same(
-    ranks: Any, tmp_path: Path, alone: tuple[Path, dict[str, tuple[int, int]]], placements: dict[str, str]
+    ranks: Any,
+    tmp_path: Path,
+    alone: tuple[Path, dict[str, tuple[int, int]]],
+    placements: dict[str, str],
+    stage: int,
 ) -> None:
-    ranks(2).run(exported, str(tmp_path), placements)
+    ranks(2).run(exported, str(tmp_path), placements, stage)
     assert check(tmp_path) == alone[1]
     assert not [path for path in (tmp_path / "vectors").iterdir() if path.name.startswith(".")]
+
+
+def exported_in(world: World, folder: str, layout: tower.Layout) -> None:
+    """Export and save after one step and after two."""
+    engine = tower.build(world, layout, export={"every": 1}, checkpoint={"keep_last": None})
+    for step in (1, 2):
+        tower.train(engine, 1)
+        assert engine.export(Path(folder) / "vectors") == (step == 1)
+        engine.save(Path(folder) / "steps", asynchronous=False)
+    engine.close(whole=False)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        tower.Layout(2, {"tp": 2}),
+        tower.Layout(2, {"pp": 2}, stage=1),
+        pytest.param(tower.Layout(2, {"dp": 2}, stage=3, more={"precision": "bf16"}), marks=pytest.mark.soak),
+        pytest.param(tower.Layout(4, {"dp": 2, "tp": 2}, stage=3), marks=pytest.mark.soak),
+        pytest.param(tower.Layout(4, {"dp": 2, "pp": 2}, stage=2), marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_a_dense_part_that_is_cut_is_exported_whole(ranks: Any, tmp_path: Path, layout: tower.Layout) -> None:
+    """As a save gathers it, in full exports and increments; of both one reader goes on as the other."""
+    ranks(layout.ranks).run(exported_in, str(tmp_path), layout)
+    (run,) = (tmp_path / "vectors" / INCREMENTS).iterdir()
+    (increment,) = run.iterdir()
+    reader = Vectors(tmp_path / "vectors")
+    check_dense(reader._opened().dense, tmp_path / "steps/step_00000001", tmp_path / "vectors/tables.json")
+    check_dense(reader.dense, tmp_path / "steps/step_00000002", increment / "increment.json")
+    assert reader.step == 2 and content(reader) == saved(tmp_path, 2)
+
+
+def test_a_piece_of_the_dense_part_that_is_left_out_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: a rank does not write its last piece."""
+    engine = build(join())
+    train(engine, 1)
+
+    def without_last(parts: Any, opened: Any) -> list[Any]:
+        items = model_items(parts, opened)
+        return [*items[:-1], items[-1]._replace(pieces=[])]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vector_export, "model_items", without_last)
+        with pytest.raises(CheckpointError, match="tensors were never written: "):
+            engine.export(tmp_path / "out")
+    assert engine.export(tmp_path / "out") and Vectors(tmp_path / "out").dense is not None
+    engine.close()
+
+
+def gone_keys(engine: Any) -> int:
+    parts = [part for each in engine.tables.values() for part in each.placed.parts]
+    lists = [index.evictions.keys for part in parts for index in part.store.dynamic]
+    return sum(keys.numel() for each in lists for keys in each)
+
+
+def late_exports(world: World, folder: str) -> list[bool]:
+    """Export at once, soon, and after more rows went than there are; one rank alone counts them."""
+    engine = build(world)
+    gone = engine._parts.tables.gone
+    train(engine, 3)
+    assert gone_keys(engine) == 0, "no export has been made yet, so the keys are of no use"
+    found = [engine.export(Path(folder))]
+    train(engine, 2)
+    found.append(engine.export(Path(folder)))
+    gone.least, gone._MOST_PARTS = 0, 2
+    if world.rank == 0:
+        gone.least = 1 << 16
+    most = 0
+    for _ in range(25):
+        train(engine, 1)
+        most = max(most, gone_keys(engine))
+    rows = sum(tally.rows for tally in engine.table_tallies().values())
+    assert 0 < most < rows
+    assert gone.are_kept == (world.rank == 0 and world.size > 1)
+    found.append(engine.export(Path(folder)))
+    assert gone.are_kept and gone_keys(engine) == 0
+    engine.close()
+    return found
+
+
+def test_keys_of_rows_that_went_are_bounded(ranks: Any, tmp_path: Path) -> None:
+    """An export that comes late writes full vectors on all ranks, if one of them has forgotten keys."""
+    assert ranks(2).run(late_exports, str(tmp_path)) == [[True, False, True]] * 2
+    reader = Vectors(tmp_path)
+    assert reader.step == 30 and content(reader)
 
 
 def test_convert_since_writes_no_more_rows_and_leads_to_the_same(
@@ -120,10 +240,12 @@ def test_convert_since_writes_no_more_rows_and_leads_to_the_same(
         return done.output if done.exit_code == 0 else str(done.exception or done.output)
 
     assert "step 8, 4 tables" in convert(steps / "step_00000008", tmp_path / "full")
-    assert "rows came or changed" in convert(steps, tmp_path / "delta", "--since", 8)
+    said = convert(steps, tmp_path / "delta", "--since", 8)
+    assert "rows came or changed" in said and "went, and the dense part, 2.1 KiB, for Scorer.apply" in said
     reader = Vectors(tmp_path / "full")
     reader.apply(tmp_path / "delta")
     assert content(reader) == saved(folder, 24)
+    check_dense(reader.dense, steps / "step_00000024", tmp_path / "delta" / "increment.json")
     for name, rows in read_increment(tmp_path / "delta").tables.items():
         assert len(rows.keys) <= marked[name][0] and len(rows.gone) <= marked[name][1], name
     assert "the newest step of" in convert(steps, tmp_path / "x", "--since", 24)
