@@ -122,7 +122,9 @@ def test_rows_hot_rows_and_the_dense_part_go_on_together(
     kept = []
     for start, end in ((1, 3), (3, 4)):
         if planted == "dense part":
-            with pytest.raises(UsageError, match=f"vectors are of step {end}, and its dense part is of step 1"):
+            with pytest.raises(
+                UsageError, match=f"vectors are of step {end}, and its dense part is of step 1"
+            ):
                 scorer.apply(since(exports, start, end, tmp_path / f"to_{end}"))
             assert scorer.step == 1 and torch.equal(answers(scorer), wanted[1])
             return
@@ -182,29 +184,43 @@ def flipped(place: Path, pattern: str) -> Path:
 def refusals(exports: Exports, place: Path) -> Iterator[tuple[Path, type[Exception], str]]:
     """Increments that do not follow step 1 of the checkpoints, and what is said of them."""
     yield since(exports, 3, 4, place / "late"), MismatchError, "an increment between them is missing"
-    yield exports.increments[0], MismatchError, "Apply increments to vectors of the run that they were made from"
+    yield (
+        exports.increments[0],
+        MismatchError,
+        "Apply increments to vectors of the run that they were made from",
+    )
     yield (
         changed_dense(exports, place / "wide", wider),
         MismatchError,
         r"its dense part is of another model: 'bottom.0.bias' is \[16\] .* and \[8\] .* and \d+ more",
     )
     yield (
-        changed_dense(exports, place / "half", lambda d: DensePart({k: v.half() for k, v in d.tensors.items()}, d.about)),
+        changed_dense(
+            exports, place / "half", lambda d: DensePart({k: v.half() for k, v in d.tensors.items()}, d.about)
+        ),
         MismatchError,
         r"in torch.float16 in the increment and .* in torch.float32 in the reader",
     )
     yield (
-        changed_dense(exports, place / "fewer", lambda d: DensePart(dict(list(d.tensors.items())[1:]), d.about)),
+        changed_dense(
+            exports, place / "fewer", lambda d: DensePart(dict(list(d.tensors.items())[1:]), d.about)
+        ),
         MismatchError,
         "is only in the reader",
     )
     yield (
-        changed_dense(exports, place / "other", lambda d: d._replace(about={**d.about, "click_model": {"a": 1}})),
+        changed_dense(
+            exports, place / "other", lambda d: d._replace(about={**d.about, "click_model": {"a": 1}})
+        ),
         MismatchError,
         "the descriptions of the model differ",
     )
     yield flipped(since(exports, 1, 3, place / "d"), "dense.*"), DamagedError, "do not match their SHA-256"
-    yield flipped(since(exports, 1, 3, place / "r"), "tables.user.*"), DamagedError, "do not match their SHA-256"
+    yield (
+        flipped(since(exports, 1, 3, place / "r"), "tables.user.*"),
+        DamagedError,
+        "do not match their SHA-256",
+    )
     gone = since(exports, 1, 3, place / "gone")
     (gone / "dense.safetensors").unlink()
     yield gone, DamagedError, "dense.safetensors: cannot be read"

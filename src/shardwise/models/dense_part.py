@@ -149,7 +149,9 @@ def check_same_model(what: str, coming: DensePart, here: DensePart) -> None:
                 "in the reader"
             )
     if not differ and coming.about.get("click_model") != here.about.get("click_model"):
-        differ = ["the descriptions of the model differ (model:, its numbers of dense features, or its tables)"]
+        differ = [
+            "the descriptions of the model differ (model:, its numbers of dense features, or its tables)"
+        ]
     if differ:
         more = f"; and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
         raise MismatchError(

@@ -279,7 +279,11 @@ class Vectors:
         return reader
 
     def continues(self, other: "Vectors") -> bool:
-        """Return whether another reader reads the same files: then ``write_changes`` brings its vectors to this step."""
+        """Return whether another reader reads the same files, so that ``write_changes`` leads from its vectors to these.
+
+        Args:
+            other: A reader at an earlier step.
+        """
         return self._state.maps is other._state.maps
 
     def write_changes(self, table: str, keys: np.ndarray, rows: np.ndarray) -> None:

@@ -14,8 +14,8 @@ dense part, 16 bytes for each row of the tables that were looked up, and at most
 (hot_rows.py).
 
 Several threads may call ``score``, ``apply`` and ``refresh`` of one Scorer. A request is computed with the vectors and
-the dense part of one step: ``apply`` and ``refresh`` put the new step together beside the one in use (rows, hot rows and
-dense part), and then replace one reference. A scorer of a folder that a running job exports to (``export.every``)
+the dense part of one step: ``apply`` and ``refresh`` put the new step together beside the one in use (rows, hot rows
+and dense part), and then replace one reference. A scorer of a folder that a running job exports to (``export.every``)
 follows the job:
 
     while True:                                                           # in a thread beside those of requests
@@ -23,8 +23,8 @@ follows the job:
         time.sleep(1)
 
 Cost:   a lookup in memory for each hot key, a binary search for each other one, and one forward pass of the dense part.
-        An increment is read, joined to the changed rows before it, and costs a copy of the hot rows and a new model; the
-        sorted keys of the files are kept.
+        An increment is read, joined to the changed rows before it, and costs a copy of the hot rows and a new model;
+        the sorted keys of the files are kept.
 Shapes: B samples, F features, N dense features.
 """
 

@@ -178,7 +178,9 @@ def unlike_shapes_in_plain_torch(parts: int) -> tuple[list[float], dict[str, Ten
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        each = [cross_entropy(model(x), y) for dp in range(2) for x, y in unlike_microbatches(step, dp, parts)]
+        each = [
+            cross_entropy(model(x), y) for dp in range(2) for x, y in unlike_microbatches(step, dp, parts)
+        ]
         mean = torch.stack(each).mean()
         mean.backward()
         nn.utils.clip_grad_norm_(trained, 0.3)

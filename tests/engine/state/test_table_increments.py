@@ -262,7 +262,8 @@ def test_a_width_that_changed_under_a_chain_is_said(tmp_path: Path) -> None:
     engine.close()
     for since in (4, 24):  # a full step, and one that continues it
         with pytest.raises(
-            MismatchError, match=rf"step_00000025: table 'tables.rare' has width 8 and is dynamic; in .*{since} it has"
+            MismatchError,
+            match=rf"step_00000025: table 'tables.rare' has width 8 and is dynamic; in .*{since} it has",
         ):
             _export_since(tmp_path / "steps", tmp_path / "delta", since)
     assert not (tmp_path / "delta").exists()

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 import shardwise
 from shardwise import Vectors
 from shardwise.base.errors import CheckpointError, ConfigError, UsageError
-from shardwise.cli.main import app
 from shardwise.checkpoint.files import FileSystem
 from shardwise.checkpoint.steps import open_step
+from shardwise.cli.main import app
 from shardwise.comm.world import World, join
 from shardwise.engine.state import vector_export
 from shardwise.engine.state.pieces import model_items
@@ -121,6 +121,11 @@ def test_increments_lead_to_the_vectors_of_the_checkpoints(
 ) -> None:
     """Rows go, static rows that no batch touched are not written, and the exact Adam's rows that no longer move."""
     folder, found = alone
+    for name, features in {"large": "ab", "grows": ["grows"], "rare": ["rare"]}.items():
+        lists = [batch(step)["sparse"][each].values for step in range(*STEPS[1:]) for each in features]
+        assert found[f"tables.{name}"][0] <= len(torch.cat(lists).unique()), (
+            f"rows of {name} that no batch touched"
+        )
     assert found["tables.grows"][1] > 0
     full = saved(folder, STEPS[-1])
     assert 0 < found["tables.large"][0] < len(full["tables.large"]) / 2

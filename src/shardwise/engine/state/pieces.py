@@ -12,7 +12,6 @@ Cost: none; the pieces are views, except for state on a disk, which is read when
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
-import torch
 from torch import Tensor
 
 from shardwise.checkpoint import FlatSlice, TensorPieces

@@ -412,9 +412,7 @@ def _items_to_load(
                 items.append(
                     TensorPieces(label, info.name, info.shape, dtype, held.get((label, info.name), []))
                 )
-    return items + [
-        item for item in buffer_items(parts, to_write=False) if plain_name(item.name) not in left
-    ]
+    return items + [item for item in buffer_items(parts, to_write=False) if plain_name(item.name) not in left]
 
 
 def _state_dtype(parts: EngineParts, info: TensorInfo) -> torch.dtype:

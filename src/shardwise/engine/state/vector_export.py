@@ -80,7 +80,7 @@ class _ExportedRows(NamedTuple):
 
 
 class _ExportHere(NamedTuple):
-    """What this rank writes of an export."""
+    """The part of an export that this rank writes."""
 
     rows: list[_ExportedRows]
     dense: list[TensorPieces]
@@ -299,12 +299,12 @@ def _remove_others(folder: Path, run: str) -> None:
 
 
 class _PartFiles:
-    """What all ranks wrote, read by rank 0.
+    """The parts of an export that all ranks wrote, read by rank 0.
 
     Args:
         place: Folder of the part files.
         notes: Notes of each rank's part.
-        here: What rank 0 itself writes.
+        here: The part of rank 0 itself.
         is_alone: True if there is one rank, which then writes no part file.
     """
 

@@ -316,8 +316,8 @@ class ExportPolicy(Policy):
 
     every: PositiveInt
     """Steps between two exports. The first one writes full vectors, later ones write increments: the rows that came,
-    changed and went. Both hold the dense part of the model. ``shardwise.Scorer`` and ``shardwise.Vectors`` read them, and
-    ``refresh`` follows them. Rows take 4 bytes more."""
+    changed and went. Both hold the dense part of the model. ``shardwise.Scorer`` and ``shardwise.Vectors`` read them,
+    and ``refresh`` follows them. Rows take 4 bytes more."""
     folder: str | None = None
     """The folder of the vectors; left out, ``vectors`` in the folder of the run."""
     full_every: PositiveInt = 100
