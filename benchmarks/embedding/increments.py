@@ -4,10 +4,10 @@
     python benchmarks/embedding/increments.py --reader scorer --rows 1000000 --changed 50000 --increments 20
 
 The reader calls ``refresh`` every 50 ms and serves requests between. ``--reader vectors`` looks up 26 times 256
-vectors; ``--reader scorer`` computes the logits of 256 samples by a DLRM of 26 features, whose dense part (about 0.2 MiB) is new
-in each increment too. Each request is of one step, or the program fails: numbers of rows name their step, and logits
-are compared with those of a full export of each step. The largest of the seconds and the bytes of an increment are
-printed, those of its rows apart from those of its dense part.
+vectors; ``--reader scorer`` computes the logits of 256 samples by a DLRM of 26 features, whose dense part (about
+0.2 MiB) is new in each increment too. Each request is of one step, or the program fails: numbers of rows name their
+step, and logits are compared with those of a full export of each step. The largest of the seconds and the bytes of an
+increment are printed, those of its rows apart from those of its dense part.
 """
 
 import argparse

@@ -279,7 +279,7 @@ class Vectors:
         return reader
 
     def continues(self, other: "Vectors") -> bool:
-        """Return whether another reader reads the same files, so that ``write_changes`` leads from its vectors to these.
+        """Return whether another reader reads the same files, so that ``write_changes`` leads here from its vectors.
 
         Args:
             other: A reader at an earlier step.

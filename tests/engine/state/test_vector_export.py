@@ -246,7 +246,7 @@ def test_convert_since_writes_no_more_rows_and_leads_to_the_same(
 
     assert "step 8, 4 tables" in convert(steps / "step_00000008", tmp_path / "full")
     said = convert(steps, tmp_path / "delta", "--since", 8)
-    assert "rows came or changed" in said and "went, and the dense part, 2.1 KiB, for Scorer.apply" in said
+    assert "rows came or changed" in said and "went, and the dense part, 1.1 KiB, for Scorer.apply" in said
     reader = Vectors(tmp_path / "full")
     reader.apply(tmp_path / "delta")
     assert content(reader) == saved(folder, 24)
