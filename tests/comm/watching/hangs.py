@@ -145,13 +145,15 @@ def hanging_by_variables(*given: Any) -> None:
 
 SCRIPT = """
 import json
-import sys
+from pathlib import Path
 
 from tests.comm.watching.hangs import hanging
 
-hanging(None, *json.loads(sys.argv[1]))
+hanging(None, *json.loads(Path(__file__).with_name("given.json").read_text()))
 """
-"""Program of a user, for other launchers; its argument has those of ``hanging`` behind the World."""
+"""Program of a user, for other launchers. Its arguments are in a file, because DeepSpeed's launcher puts quotes around
+those of the command line.
+"""
 
 
 def trial(
@@ -266,7 +268,7 @@ def trial_by(
     runtime.mkdir(mode=0o700)
     script = runtime / "train.py"
     script.write_text(SCRIPT)
-    given = json.dumps([way, who, config, "", watch.SILENT_S])
+    (runtime / "given.json").write_text(json.dumps([way, who, config, "", watch.SILENT_S]))
     root = Path(__file__).parents[3]
     paths = [str(root), str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {
@@ -277,7 +279,7 @@ def trial_by(
     }
     with (runtime / "output").open("w") as output:
         job = subprocess.Popen(
-            [*command, str(script), given], env=env, stdout=output, stderr=output, start_new_session=True
+            [*command, str(script)], env=env, stdout=output, stderr=output, start_new_session=True
         )
     try:
         places = runtime / "shardwise" / "flight"
