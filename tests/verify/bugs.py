@@ -331,8 +331,9 @@ def last_reduction_skipped(rank: int) -> Patch:
     right = UnitWindows.reduce
 
     def wrong(self: UnitWindows, action: Any) -> None:
-        for bucket in self.of(action).buckets:
-            if self._is_last and bucket.gradient.staging is not None:
+        state = self.of(action)
+        for bucket in state.buckets:
+            if state.is_last and bucket.gradient.staging is not None:
                 bucket.gradient.staging.zero_()
         right(self, action)
 
