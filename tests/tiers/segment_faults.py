@@ -31,8 +31,11 @@ LYING = ("lost", "torn", "flipped", "elsewhere")
 class FailingDisk:
     """The calls of ``DirectFile``, some of which fail or lie."""
 
-    def __init__(self, draw: random.Random, rate: float, faults: Sequence[str]) -> None:
-        self.draw, self.rate, self.faults = draw, rate, faults
+    def __init__(
+        self, draw: random.Random, rate: float, faults: Sequence[str], flips_in: int | None = None
+    ) -> None:
+        """Make a disk; "flipped" changes a bit in each ``flips_in`` bytes of a read, or one of all if it is None."""
+        self.draw, self.rate, self.faults, self.flips_in = draw, rate, faults, flips_in
         self.happened: Counter[str] = Counter()
         self.is_on = True
         self._init, self._read, self._write = DirectFile.__init__, DirectFile._read, DirectFile._write
@@ -65,7 +68,8 @@ class FailingDisk:
         if fault == "short":
             return moved - 4096
         if fault == "flipped":
-            parts[0][self.draw.randrange(parts[0].nbytes)] ^= 1 << self.draw.randrange(8)
+            every = self.flips_in or parts[0].nbytes
+            parts[0][self.draw.randrange(every) :: every] ^= 1 << self.draw.randrange(8)
         return moved
 
     def write(self, file: DirectFile, parts: Sequence[Bytes], offset: int) -> int:

@@ -26,6 +26,7 @@ from shardwise.models.vectors import INCREMENTS, write_vectors
 from shardwise.parallel.embedding.policy import RowOptimizerPolicy
 from shardwise.parallel.embedding.rows.dynamic import DynamicIndex
 from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
+from shardwise.parallel.embedding.rows.row_contents import RowContents
 from shardwise.parallel.embedding.rows.row_marks import RowMarks
 from shardwise.serving.export import dense_in, export_step
 from tests.engine import test_tables_model_parallel as tower
@@ -308,7 +309,8 @@ def test_discarded_steps_leave_no_mark(tmp_path: Path) -> None:
     engine = build(join())
     train(engine, 4)
     engine.export(tmp_path / "vectors")
-    (rows,) = [part.store for part in engine.tables["tables"].placed.parts if "large" in str(part.tables)]
+    (store,) = [part.store for part in engine.tables["tables"].placed.parts if "large" in str(part.tables)]
+    rows = RowContents(store)
     before = rows.rows_here(0, since=4).keys.numel()
     engine.backward(engine(**batch(4)))
     engine.discard()

@@ -36,7 +36,8 @@ class Failing:
     """A disk of this rank that fails while ``is_on``; on other ranks nothing is changed."""
 
     def __init__(self, is_struck: bool, fault: str):
-        self.disk = FailingDisk(random.Random(5), 1.0, (fault,))
+        # A page has more than the rows that are read, and a single bit might lie beside these.
+        self.disk = FailingDisk(random.Random(5), 1.0, (fault,), flips_in=16)
         self.disk.is_on = False
         self._is_struck = is_struck
 
