@@ -299,9 +299,9 @@ def serve(folder: Path, found: Path, requests: int, last: int) -> None:
     logits: list[Tensor] = []
 
     def ask(first: int) -> None:
-        number = first
-        while not faults and (number < requests or scorer.step < last or number < first + 20):
-            place = number % len(BATCHES)
+        number, step = first, 0
+        while not faults and (number < requests or step < last or number < first + 20):
+            place, step = number % len(BATCHES), scorer.step  # the answer is of this step or of a later one
             try:
                 answer = scorer.score(BATCHES[place])
             except Exception as error:
