@@ -47,7 +47,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.experts:
-            found: Tensor = x + self.mixture(x)
+            found: Tensor = x + self.mixture(x[:, None])[:, 0]  # a sample is a sequence of one token
             return found
         return x + self.down(torch.tanh(self.up(x)))
 
