@@ -149,14 +149,12 @@ class RowContents:
     def streams(self) -> bool:
         """True if a save may read rows when it writes them: on the host, whole rows, changed by steps alone.
 
-        Rows of tables with tiers may also change when they are read, because steps wait for their saves.
+        Rows of tables with tiers may also change when they are read, because steps wait for their saves. All ranks
+        decide alike, also one without a row of the tables, which needs no tiers.
         """
+        has_tiers = self._store.tables.tables[0].tiers is not None
         is_cut = self._store.tables.place.placement == "column" and self._store.group.size > 1
-        return (
-            self._store.device.type == "cpu"
-            and not is_cut
-            and (self._store.is_tiered or self._store.history is None)
-        )
+        return self._store.device.type == "cpu" and not is_cut and (has_tiers or self._store.history is None)
 
     def snapshot(self) -> StoreSnapshot | TieredSnapshot:
         """Return the rows as they are, to be read when they are written; the open snapshot until ``end_save``.
