@@ -183,7 +183,8 @@ def trained(world: World, layout: Layout, home: str, is_tiered: bool, steps: int
             engine.save(f"{home}/saved {is_tiered}")
             if is_tiered and engine.tables:
                 figures = engine.take_tier_figures()
-                assert figures.written and figures.misses, "rows have left the memory and come back"
+                if layout.placement != "table" or figures is not None:  # a rank may have none of the tables
+                    assert figures.written and figures.misses, "rows have left the memory and come back"
             engine.close()
     return found
 
