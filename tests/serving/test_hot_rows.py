@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import UsageError
+from shardwise.serving import hot_rows
 from shardwise.serving.hot_rows import HotRows, Keys
 
 WIDTH = 3
@@ -14,6 +15,19 @@ ONE = 4 * WIDTH + 13
 
 def vector_of(table: str, keys: Keys) -> np.ndarray:
     return np.stack([keys % 1009, np.full(keys.size, len(table)), keys // 1009], 1).astype(np.float32)
+
+
+def lookup_of(names: tuple[str, ...], keys: Keys, tables: Keys) -> np.ndarray:
+    found = np.empty((keys.size, WIDTH), np.float32)
+    for place, name in enumerate(names):
+        found[tables == place] = vector_of(name, keys[tables == place])
+    return found
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "plain":
+        monkeypatch.setattr(hot_rows, "is_installed", lambda: False)
 
 
 def zipf(seed: int, count: int) -> tuple[Keys, Keys]:
@@ -28,12 +42,12 @@ def wanted(keys: Keys, tables: Keys) -> np.ndarray:
 
 
 @pytest.mark.parametrize("most_bytes", [0, ONE, 2 * ONE, 100 * ONE, 5000 * ONE])
-def test_vectors_are_those_of_the_files_in_bounded_memory(most_bytes: int) -> None:
+def test_vectors_are_those_of_the_files_in_bounded_memory(form: None, most_bytes: int) -> None:
     asked: list[int] = []
 
-    def lookup(table: str, keys: Keys) -> np.ndarray:
+    def lookup(names: tuple[str, ...], keys: Keys, tables: Keys) -> np.ndarray:
         asked.append(keys.size)
-        return vector_of(table, keys)
+        return lookup_of(names, keys, tables)
 
     hot = HotRows(["a", "bb"], WIDTH, np.float32, lookup, most_bytes)
     for seed in range(30):
@@ -47,8 +61,8 @@ def test_vectors_are_those_of_the_files_in_bounded_memory(most_bytes: int) -> No
     assert hot.read(np.empty(0, np.int64), np.empty(0, np.int64)).shape == (0, WIDTH)
 
 
-def test_a_vector_that_is_asked_for_once_does_not_displace_one_that_is_asked_for_often() -> None:
-    hot = HotRows(["a"], WIDTH, np.float32, vector_of, 2 * ONE)
+def test_a_vector_that_is_asked_for_once_does_not_displace_one_that_is_asked_for_often(form: None) -> None:
+    hot = HotRows(["a"], WIDTH, np.float32, lookup_of, 2 * ONE)
     often, table = np.array([7]), np.zeros(1, np.int64)
     hot.read(often, table)
     for once in range(100, 140):
@@ -62,8 +76,8 @@ def test_a_vector_that_is_asked_for_once_does_not_displace_one_that_is_asked_for
         assert hot.hits == hits + 1, once
 
 
-def test_threads_read_whole_vectors() -> None:
-    hot = HotRows(["a", "bb"], WIDTH, np.float32, vector_of, 50 * ONE)
+def test_threads_read_whole_vectors(form: None) -> None:
+    hot = HotRows(["a", "bb"], WIDTH, np.float32, lookup_of, 50 * ONE)
     wrong: list[int] = []
 
     def ask(number: int) -> None:
@@ -82,4 +96,4 @@ def test_threads_read_whole_vectors() -> None:
 
 def test_negative_bytes_are_refused() -> None:
     with pytest.raises(UsageError, match="-1 bytes of memory"):
-        HotRows(["a"], WIDTH, np.float32, vector_of, -1)
+        HotRows(["a"], WIDTH, np.float32, lookup_of, -1)

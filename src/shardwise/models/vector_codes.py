@@ -7,8 +7,6 @@ Cost:   2 bytes a number; 1 byte a number and 4 bytes a row.
 Shapes: M rows, D width, n rows that are read.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,36 +22,19 @@ FORMS = {
 _MOST = 127
 
 
-class CodedRows:
-    """Rows of bf16 or int8 in a file, which are decoded to fp32 when they are read.
+def decoded(codes: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
+    """Return vectors from the numbers in a file: fp32 from bf16 and int8, and other dtypes as they are.
 
     Args:
-        codes: The numbers in the file: int16 with the bits of bf16, or int8, [M, D].
-        scales: The factor of each row of int8, [M]; None for bf16.
+        codes: int16 with the bits of bf16, int8, or floating numbers, [n, D].
+        scales: The factor of each row of int8, [n]; None for other dtypes.
     """
-
-    dtype = np.dtype(np.float32)
-    """The dtype of what is read."""
-
-    def __init__(self, codes: np.ndarray, scales: np.ndarray | None) -> None:
-        self._codes, self._scales = codes, scales
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of all rows: (M, D)."""
-        return self._codes.shape
-
-    def __getitem__(self, rows: Any) -> np.ndarray:
-        """Return rows as fp32: [n] -> [n, D]."""
-        codes = self._codes[rows]
-        if self._scales is None:
-            return (codes.astype(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-        found: np.ndarray = codes * self._scales[rows][..., None]
+    if scales is not None:
+        found: np.ndarray = codes * scales[:, None]
         return found
-
-    def copy(self) -> np.ndarray:
-        """Return all rows as fp32: [M, D]."""
-        return self[:]
+    if codes.dtype == np.int16:
+        return (codes.astype(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return codes
 
 
 def coded(vectors: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,9 @@ time.
 since. Both put a new state together beside the one that is read, and switch to it by replacing one reference: a lookup
 reads one step, and all lookups on the result of ``at_this_step`` read the same one.
 
-Cost: the first lookup in a table sorts its keys, 16 M bytes beside the map; a lookup is a binary search per key.
-      Rows that increments changed are held in memory until full vectors are written again.
+Cost: the first lookup in a table sorts its keys, 16 M bytes beside the map; a lookup is a binary search per key, in
+      one loop over all tables that are asked (mapped_tables.py). Rows that increments changed are held in memory until
+      full vectors are written again.
 Shapes: M rows of a table, D width, n keys.
 """
 
@@ -60,7 +61,8 @@ from shardwise.models.increments import (
     no_changes,
     read_increment,
 )
-from shardwise.models.vector_codes import FORMS, CodedRows, coded
+from shardwise.models.mapped_tables import KeyOrder, MappedTable, TableReader
+from shardwise.models.vector_codes import FORMS, coded
 from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 
 _INDEX = "tables.json"
@@ -205,13 +207,15 @@ class _VectorState:
     now: ExportedStep
     """The step of the vectors."""
     entries: "dict[str, _TablesIndexEntry]"
-    maps: "dict[str, _MappedTable]"
+    maps: dict[str, MappedTable]
     dense: DensePart | None
     """The dense part at the step of the vectors; None if the files, or the last increment, have none."""
-    order: dict[str, tuple[np.ndarray, np.ndarray]]
-    """For tables that were looked up: the sorted keys of the files, and the rows of these keys."""
+    order: dict[str, KeyOrder]
+    """The keys of the files in order, for tables that were looked up."""
     changes: dict[str, RowChanges] = field(default_factory=dict)
     """Changes by table; empty at the step of the files."""
+    readers: dict[tuple[str, ...], TableReader] = field(default_factory=dict)
+    """Readers of the tables that were looked up together, by their names."""
 
 
 class Vectors:
@@ -246,6 +250,10 @@ class Vectors:
                     raise DamagedError(
                         f"{self.folder / _INDEX}: names {error.filename}, which is not there; export again"
                     ) from None
+        if len({(each.codes.dtype, each.scales is None) for each in maps.values()}) > 1:
+            raise DamagedError(
+                f"{self.folder / _INDEX}: the files of its tables hold vectors of different dtypes; export again"
+            )
         return _VectorState(index.exported, index.exported, index.tables, maps, dense, {})
 
     @property
@@ -324,9 +332,9 @@ class Vectors:
         changes = {}
         for name, rows in increment.tables.items():
             entry, held = state.entries[name], state.maps[name]
-            before = state.changes.get(name) or no_changes(entry.width, held.vectors.dtype, entry.rows)
+            before = state.changes.get(name) or no_changes(entry.width, held.dtype, entry.rows)
             changes[name] = before.joined(rows)
-        return replace(state, now=increment.end, dense=increment.dense, changes=changes)
+        return replace(state, now=increment.end, dense=increment.dense, changes=changes, readers={})
 
     def refresh(self) -> bool:
         """Apply the increments that were written into the folder since, or open full vectors that were written anew.
@@ -386,29 +394,50 @@ class Vectors:
             UsageError: if there is no such table.
             DataError: if a key is outside of a static table.
         """
-        state = self._state
-        self._check_name(table, state)
-        vectors, is_dynamic = state.maps[table].vectors, state.entries[table].dynamic
-        sorted_keys, order = self._order_of(table, state)
         asked = keys.detach().cpu().reshape(-1).numpy()
-        places = np.searchsorted(sorted_keys, asked)
-        found = np.zeros(asked.size, bool)
-        if sorted_keys.size:
-            places = np.minimum(places, sorted_keys.size - 1)
-            found = sorted_keys[places] == asked
-        rows = np.zeros((asked.size, vectors.shape[1]), vectors.dtype)
-        rows[found] = vectors[order[places[found]]]
-        total = sorted_keys.size
-        if table in state.changes:
-            state.changes[table].write_over(asked, rows, found)
-            total = state.changes[table].total
-        if not found.all() and not is_dynamic:
-            key = int(asked[~found][0])
-            raise DataError(f"table {table!r}: key {key} of a table with keys 0 to {total - 1}")
-        return torch.from_numpy(rows).view(*keys.shape, vectors.shape[1])
+        rows = self.lookup_tables((table,), asked, np.zeros(asked.size, np.int64))
+        return torch.from_numpy(rows).view(*keys.shape, rows.shape[1])
 
-    def _order_of(self, table: str, state: _VectorState) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sorted keys of a table's file, and the rows of these keys."""
+    def lookup_tables(self, names: tuple[str, ...], keys: np.ndarray, tables: np.ndarray) -> np.ndarray:
+        """Look up the vectors of keys of several tables of one width.
+
+        Args:
+            names: The names of the tables.
+            keys: int64 [n].
+            tables: The place of each key's table in ``names``, int64 [n].
+
+        Returns:
+            Vectors [n, D]. A key that a dynamic table does not have reads zeros, as in training.
+
+        Raises:
+            UsageError: if there is no such table.
+            DataError: if a key is outside of a static table.
+        """
+        state = self._state
+        vectors, found = self._reader(names, state).read(keys, tables)
+        if not found.all():
+            is_static = np.array([not state.entries[name].dynamic for name in names])
+            outside = np.flatnonzero(~found & is_static[tables])
+            if outside.size:
+                name, key = names[tables[outside[0]]], int(keys[outside[0]])
+                total = state.changes[name].total if name in state.changes else state.entries[name].rows
+                raise DataError(f"table {name!r}: key {key} of a table with keys 0 to {total - 1}")
+        return vectors
+
+    def _reader(self, names: tuple[str, ...], state: _VectorState) -> TableReader:
+        """Return the reader of tables that are looked up together."""
+        if names not in state.readers:
+            for name in names:
+                self._check_name(name, state)
+            state.readers[names] = TableReader(
+                [state.maps[name] for name in names],
+                [self._order_of(name, state) for name in names],
+                [state.changes.get(name) for name in names],
+            )
+        return state.readers[names]
+
+    def _order_of(self, table: str, state: _VectorState) -> KeyOrder:
+        """Return the keys of a table's file in rising order."""
         if table not in state.order:
             stored = state.maps[table].keys
             order = np.argsort(stored, kind="stable")
@@ -418,7 +447,7 @@ class Vectors:
                 raise DamagedError(
                     f"{self.folder / state.entries[table].file}: the keys of table {table!r} are not one for each row"
                 )
-            state.order[table] = in_order, order
+            state.order[table] = KeyOrder(np.asarray(in_order), order)
         return state.order[table]
 
     def rows(self, table: str) -> KeyedRows:
@@ -431,7 +460,7 @@ class Vectors:
         state = self._state
         self._check_name(table, state)
         held, changes = state.maps[table], state.changes.get(table)
-        keys, vectors = held.keys.copy(), held.vectors.copy()
+        keys, vectors = held.keys.copy(), np.array(held.vectors())
         if changes is not None:
             is_kept = ~np.isin(keys, changes.keys)
             keys = np.concatenate([keys[is_kept], changes.keys[changes.is_here]])
@@ -460,7 +489,7 @@ class Vectors:
             raise CheckpointError(f"{file}: another format; this version reads format {_FORMAT}")
         return validated(_TablesIndex, content, str(file))
 
-    def _map(self, table: str, entry: "_TablesIndexEntry") -> "_MappedTable":
+    def _map(self, table: str, entry: "_TablesIndexEntry") -> MappedTable:
         file = self.folder / entry.file
         if Path(entry.file).name != entry.file:
             raise DamagedError(f"{self.folder / _INDEX}: table {table!r} names a file outside the folder")
@@ -484,12 +513,10 @@ class Vectors:
         def mapped(stored: StoredTensor) -> np.ndarray:
             if stored.elements == 0:
                 return np.zeros(stored.shape, _CARRIERS[stored.dtype])
-            return np.memmap(file, _CARRIERS[stored.dtype], "r", stored.offset, stored.shape)
+            held = np.memmap(file, _CARRIERS[stored.dtype], "r", stored.offset, stored.shape)
+            return np.asarray(held)  # indexing an np.memmap takes several times as long
 
-        rows: np.ndarray | CodedRows = mapped(vectors)
-        if vectors.dtype in (torch.bfloat16, torch.int8):
-            rows = CodedRows(mapped(vectors), None if scales is None else mapped(scales))
-        return _MappedTable(mapped(keys), rows)
+        return MappedTable(mapped(keys), mapped(vectors), None if scales is None else mapped(scales))
 
 
 class _TablesIndexEntry(StrictModel):
@@ -512,8 +539,3 @@ class _TablesIndex(StrictModel):
     def exported(self) -> ExportedStep:
         """The step of the vectors."""
         return ExportedStep(run=self.run, step=self.step)
-
-
-class _MappedTable(NamedTuple):
-    keys: np.ndarray
-    vectors: np.ndarray | CodedRows

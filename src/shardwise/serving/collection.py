@@ -89,7 +89,8 @@ class ServedCollection(EmbeddingCollection):
         stands_for: The collection whose place it takes.
         name: Name of the collection in the model.
         dtype: The dtype of the vectors: fp32 or fp64.
-        lookup: Function of a table's full name and keys that reads vectors from the files.
+        lookup: Function of the full names of tables, keys, and the place of each key's table, that reads vectors from
+            the files.
         cache_bytes: Most bytes of memory for hot rows.
     """
 

@@ -34,7 +34,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -275,7 +274,7 @@ class Scorer:
         for name, collection in found.items():
             _check_tables(self.folder, name, collection, vectors)
             most = self._cache_bytes * len(collection.tables) // total
-            made.append(ServedCollection(collection, name, dtype, _reader(vectors), most))
+            made.append(ServedCollection(collection, name, dtype, vectors.lookup_tables, most))
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, made[-1])
         return made
@@ -290,16 +289,6 @@ def _with_state(model: nn.Module) -> set[nn.Module]:
         or next(each.parameters(recurse=False), None) is not None
         or next(each.buffers(recurse=False), None) is not None
     }
-
-
-def _reader(vectors: Vectors) -> Callable[[str, np.ndarray], np.ndarray]:
-    """Return the function by which hot rows read vectors from files."""
-
-    def read(table: str, keys: np.ndarray) -> np.ndarray:
-        found: np.ndarray = vectors.lookup(table, torch.from_numpy(keys)).numpy()
-        return found
-
-    return read
 
 
 def _newest_file(folder: Path) -> tuple[str, float]:

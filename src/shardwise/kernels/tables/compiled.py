@@ -152,6 +152,51 @@ def loop(function: Callable[..., Any]) -> CompiledLoop:
 prefetch = _LinePrefetch(lambda array, row, width: None)
 
 
+def _as_int64(context: Any, builder: Any, signature: Any, arguments: Any) -> list[Any]:
+    """Return the integers that an instruction is given, as values of 64 bits."""
+    from numba.core import types
+
+    pairs = zip(arguments, signature.args, strict=True)
+    return [context.cast(builder, value, kind, types.int64) for value, kind in pairs]
+
+
+def _build_number(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    from llvmlite import ir
+
+    address, place = _as_int64(context, builder, signature, arguments)
+    return builder.load(builder.gep(builder.inttoptr(address, ir.IntType(64).as_pointer()), [place]))
+
+
+def _build_copy(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    from llvmlite import ir
+
+    target, source, count = _as_int64(context, builder, signature, arguments)
+    pointer, word, bit = ir.IntType(8).as_pointer(), ir.IntType(64), ir.IntType(1)
+    shape = ir.FunctionType(ir.VoidType(), [pointer, pointer, word, bit])
+    copy = builder.module.declare_intrinsic("llvm.memcpy", [pointer, pointer, word], shape)
+    to, of = (builder.inttoptr(address, pointer) for address in (target, source))
+    builder.call(copy, [to, of, count, bit(0)])
+    return context.get_dummy_value()
+
+
+def _int64(*given: Any) -> Any:
+    from numba import types
+
+    return types.int64
+
+
+def _nothing(*given: Any) -> Any:
+    from numba import types
+
+    return types.void
+
+
+number_at = Instruction(lambda address, place: None, _int64, _build_number)
+"""The int64 at a place of the array that begins at an address."""
+copy_bytes = Instruction(lambda target, source, count: None, _nothing, _build_copy)
+"""A copy of a number of bytes from one address to another; the two ranges do not overlap."""
+
+
 @loop
 def ahead(row_bytes: int) -> int:
     """Return the number of rows between the request for a row's lines and their use: about 8 KiB, at least 8 rows."""

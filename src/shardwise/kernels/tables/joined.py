@@ -13,13 +13,13 @@ Shapes: F features, B samples, N keys of all features.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.kernels.tables.compiled import Instruction, array, loop, runs_compiled
+from shardwise.kernels.tables.compiled import array, loop, number_at, runs_compiled
 
 _TOGETHER = 64
 """Samples whose keys are written together, so that the lines that are written stay in the cache in either order."""
@@ -120,29 +120,6 @@ def plain_joined(
     return JoinedKeys(keys, starts, shortest, longest)
 
 
-def _build_number(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    """Write the load of the int64 at a place of the memory that begins at an address."""
-    from llvmlite import ir
-    from numba.core import types
-
-    word = ir.IntType(64)
-    address, place = (
-        context.cast(builder, value, kind, types.int64)
-        for value, kind in zip(arguments, signature.args, strict=True)
-    )
-    return builder.load(builder.gep(builder.inttoptr(address, word.as_pointer()), [place]))
-
-
-def _int64(*given: Any) -> Any:
-    from numba import types
-
-    return types.int64
-
-
-_number = Instruction(lambda address, place: None, _int64, _build_number)
-"""The int64 at a place of the array that begins at an address."""
-
-
 @loop
 def _measured(
     end_at: np.ndarray, sizes: np.ndarray, samples: int, shortest: np.ndarray, longest: np.ndarray
@@ -150,13 +127,13 @@ def _measured(
     """Write the smallest and the largest bag of each feature; return whether all offsets fit their keys."""
     for feature in range(sizes.size):
         ends = end_at[feature]
-        if _number(ends, 0) != 0 or _number(ends, samples) != sizes[feature]:
+        if number_at(ends, 0) != 0 or number_at(ends, samples) != sizes[feature]:
             return False
         if samples == 0:
             continue
-        least = most = _number(ends, 1)
+        least = most = number_at(ends, 1)
         for sample in range(1, samples):
-            length = _number(ends, sample + 1) - _number(ends, sample)
+            length = number_at(ends, sample + 1) - number_at(ends, sample)
             least, most = min(least, length), max(most, length)
         if least < 0:
             return False
@@ -173,7 +150,7 @@ def _joined_ones(key_at: np.ndarray, bases: np.ndarray, limits: np.ndarray, out:
         for feature in range(features):
             keys, base, limit = key_at[feature], bases[feature], limits[feature]
             for sample in range(begin, end):
-                key = _number(keys, sample)
+                key = number_at(keys, sample)
                 fits &= (limit < 0) | ((key >= 0) & (key < limit))
                 out[feature, sample] = key + base
     return fits
@@ -194,11 +171,11 @@ def _joined_by_feature(
     for feature in range(sizes.size):
         keys, ends, base, limit = key_at[feature], end_at[feature], bases[feature], limits[feature]
         for place in range(sizes[feature]):
-            key = _number(keys, place)
+            key = number_at(keys, place)
             fits &= (limit < 0) | ((key >= 0) & (key < limit))
             out[before + place] = key + base
         for sample in range(samples):
-            starts[feature * samples + sample + 1] = before + _number(ends, sample + 1)
+            starts[feature * samples + sample + 1] = before + number_at(ends, sample + 1)
         before += sizes[feature]
     return fits
 
@@ -218,8 +195,8 @@ def _joined_by_sample(
     for sample in range(samples):
         for feature in range(sizes.size):
             keys, ends, base, limit = key_at[feature], end_at[feature], bases[feature], limits[feature]
-            for i in range(_number(ends, sample), _number(ends, sample + 1)):
-                key = _number(keys, i)
+            for i in range(number_at(ends, sample), number_at(ends, sample + 1)):
+                key = number_at(keys, i)
                 fits &= (limit < 0) | ((key >= 0) & (key < limit))
                 out[place] = key + base
                 place += 1
