@@ -130,7 +130,7 @@ class HotRows:
 
 
 @loop
-def _slot(key: int, table: int, shift: int) -> int:
+def _slot(key: int, table: int, shift: int) -> np.int64:
     mixed = (np.uint64(key) ^ (np.uint64(table) * _OTHER_ODD)) * _ODD
     mixed ^= mixed >> np.uint64(32)
     return np.int64((mixed * _OTHER_ODD) >> shift)
