@@ -3,8 +3,8 @@
     key -> row of the file -> codes of the row -> vector             (mapped_rows.py, vector_codes.py)
     key -> row of the changes -> vector, over the one of the file    (increments.py)
 
-Cost:   the first search of a table sorts its keys, 16 M bytes beside the map, and a search in a table for the first
-        time since an increment copies none. Then mapped_rows.py, once for the files and once for the changes.
+Cost:   the first reader of a table sorts the hashes of its keys, 17.5 M bytes beside the map, and a reader those of its
+        changes. Then mapped_rows.py, once for the files and once for the changes.
 Shapes: M rows of a table, D width, n keys.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.kernels.tables.mapped_rows import SortedKeys, TableColumn
+from shardwise.kernels.tables.mapped_rows import KeySearch, TableColumn, TableKeys
 from shardwise.models.increments import RowChanges
 from shardwise.models.vector_codes import decoded
 
@@ -42,31 +42,22 @@ class MappedTable(NamedTuple):
         return decoded(self.codes[:], self.scales)
 
 
-class KeyOrder(NamedTuple):
-    """The keys of a table in rising order."""
-
-    keys: Keys
-    """int64 [M], rising."""
-    rows: Keys
-    """The row of each key, int64 [M]."""
-
-
 class TableReader:
     """A reader of several tables of one width at one step.
 
     Args:
         tables: The tables in their files, of one dtype.
-        orders: The keys of each table.
+        keys: The keys of each table.
         changes: What increments changed in each table; None for a table without changes.
     """
 
     def __init__(
         self,
         tables: Sequence[MappedTable],
-        orders: Sequence[KeyOrder],
+        keys: Sequence[TableKeys],
         changes: Sequence[RowChanges | None],
     ) -> None:
-        self._keys = SortedKeys([each.keys for each in orders], [each.rows for each in orders])
+        self._keys = KeySearch(keys)
         self._codes = TableColumn([each.codes for each in tables])
         scales = [each.scales for each in tables if each.scales is not None]
         self._scales = TableColumn(scales) if scales else None
@@ -95,7 +86,7 @@ class _ChangedRows:
 
     def __init__(self, changes: Sequence[RowChanges | None], tables: Sequence[MappedTable]) -> None:
         keys = [np.empty(0, np.int64) if each is None else each.keys for each in changes]
-        self._keys = SortedKeys(keys, [np.arange(each.size) for each in keys])
+        self._keys = KeySearch([TableKeys(each) for each in keys])
         vectors = [
             np.empty((0, held.codes.shape[1]), held.dtype) if each is None else each.vectors
             for each, held in zip(changes, tables, strict=True)

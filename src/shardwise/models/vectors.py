@@ -20,9 +20,9 @@ time.
 since. Both put a new state together beside the one that is read, and switch to it by replacing one reference: a lookup
 reads one step, and all lookups on the result of ``at_this_step`` read the same one.
 
-Cost: the first lookup in a table sorts its keys, 16 M bytes beside the map; a lookup is a binary search per key, in
-      one loop over all tables that are asked (mapped_tables.py). Rows that increments changed are held in memory until
-      full vectors are written again.
+Cost: the first lookup in a table sorts its keys by their hashes, 17.5 M bytes beside the map; later ones are one loop
+      over the keys of all tables that are asked (mapped_tables.py). Rows that increments changed are held in memory
+      until full vectors are written again.
 Shapes: M rows of a table, D width, n keys.
 """
 
@@ -45,6 +45,7 @@ from shardwise.base.policy import nearest
 from shardwise.base.regular_files import read_small_file, write_small_file
 from shardwise.base.strict_json import JSON_BYTES, Count, StrictModel, read_object, validated
 from shardwise.formats.safetensors import SafetensorsWriter, StoredTensor, read_header
+from shardwise.kernels.tables.mapped_rows import TableKeys
 from shardwise.models.dense_part import (
     DenseEntry,
     DensePart,
@@ -61,7 +62,7 @@ from shardwise.models.increments import (
     no_changes,
     read_increment,
 )
-from shardwise.models.mapped_tables import KeyOrder, MappedTable, TableReader
+from shardwise.models.mapped_tables import MappedTable, TableReader
 from shardwise.models.vector_codes import FORMS, coded
 from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 
@@ -210,8 +211,8 @@ class _VectorState:
     maps: dict[str, MappedTable]
     dense: DensePart | None
     """The dense part at the step of the vectors; None if the files, or the last increment, have none."""
-    order: dict[str, KeyOrder]
-    """The keys of the files in order, for tables that were looked up."""
+    keys: dict[str, TableKeys]
+    """The keys of the files, for tables that were looked up."""
     changes: dict[str, RowChanges] = field(default_factory=dict)
     """Changes by table; empty at the step of the files."""
     readers: dict[tuple[str, ...], TableReader] = field(default_factory=dict)
@@ -431,24 +432,21 @@ class Vectors:
                 self._check_name(name, state)
             state.readers[names] = TableReader(
                 [state.maps[name] for name in names],
-                [self._order_of(name, state) for name in names],
+                [self._keys_of(name, state) for name in names],
                 [state.changes.get(name) for name in names],
             )
         return state.readers[names]
 
-    def _order_of(self, table: str, state: _VectorState) -> KeyOrder:
-        """Return the keys of a table's file in rising order."""
-        if table not in state.order:
-            stored = state.maps[table].keys
-            order = np.argsort(stored, kind="stable")
-            in_order = stored[order]
-            is_whole = np.array_equal(in_order, np.arange(in_order.size))
-            if not (state.entries[table].dynamic or is_whole) or bool((in_order[1:] == in_order[:-1]).any()):
+    def _keys_of(self, table: str, state: _VectorState) -> TableKeys:
+        """Return the keys of a table's file."""
+        if table not in state.keys:
+            keys = TableKeys(state.maps[table].keys)
+            if not (keys.are_distinct if state.entries[table].dynamic else keys.are_all):
                 raise DamagedError(
                     f"{self.folder / state.entries[table].file}: the keys of table {table!r} are not one for each row"
                 )
-            state.order[table] = KeyOrder(np.asarray(in_order), order)
-        return state.order[table]
+            state.keys[table] = keys
+        return state.keys[table]
 
     def rows(self, table: str) -> KeyedRows:
         """Return all rows of a table, for ``EmbeddingCollection.load_rows``; their optimizer state starts anew.

@@ -49,6 +49,8 @@ class _ServedTables(TableExchange):
         names = [f"{prefix}{table.name}" for table in tables.tables]
         carrier = np.float64 if dtype == torch.float64 else np.float32
         self.hot = HotRows(names, tables.width, carrier, lookup, cache_bytes)
+        nothing = np.empty(0, np.int64)
+        lookup(tuple(names), nothing, nothing)  # the search is made ready here, and not in the first request
         self._of_features = np.array([feature.table for feature in tables.features])
         self._bases = np.array(tables.bases)
 

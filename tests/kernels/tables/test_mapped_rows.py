@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from shardwise.kernels.tables import mapped_rows
-from shardwise.kernels.tables.mapped_rows import SortedKeys, TableColumn
+from shardwise.kernels.tables.mapped_rows import KeySearch, TableColumn, TableKeys
 
 SIZES = (0, 1, 2, 37, 1000)
 
 
-def tables_of(seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def tables_of(seed: int) -> list[np.ndarray]:
     draws = np.random.default_rng(seed)
-    keys = [np.unique(draws.integers(-700, 700, size)) for size in SIZES]
+    keys = [draws.permutation(np.unique(draws.integers(-700, 700, size))) for size in SIZES]
     keys[3][[0, -1]] = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-    return keys, [draws.permutation(each.size) for each in keys]
+    return keys
 
 
 def asked(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -23,10 +23,12 @@ def asked(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     return keys, draws.integers(0, len(SIZES), count)
 
 
-def one_by_one(
-    held: list[np.ndarray], rows: list[np.ndarray], keys: np.ndarray, tables: np.ndarray
-) -> list[int]:
-    known = [dict(zip(each.tolist(), of.tolist(), strict=True)) for each, of in zip(held, rows, strict=True)]
+def search_of(held: list[np.ndarray]) -> KeySearch:
+    return KeySearch([TableKeys(each) for each in held])
+
+
+def one_by_one(held: list[np.ndarray], keys: np.ndarray, tables: np.ndarray) -> list[int]:
+    known = [{key: row for row, key in enumerate(each.tolist())} for each in held]
     return [known[table].get(key, -1) for key, table in zip(keys.tolist(), tables.tolist(), strict=True)]
 
 
@@ -39,13 +41,13 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 def test_rows_of_keys(form: str) -> None:
     for seed in range(20):
-        held, rows = tables_of(seed)
+        held = tables_of(seed)
         keys, tables = asked(seed, 400)
-        found = SortedKeys(held, rows).rows_of(keys, tables)
-        assert found.tolist() == one_by_one(held, rows, keys, tables)
+        found = search_of(held).rows_of(keys, tables)
+        assert found.tolist() == one_by_one(held, keys, tables)
         assert (found >= 0).sum() > 20 and (found < 0).sum() > 20
     nothing = np.empty(0, np.int64)
-    assert SortedKeys(held, rows).rows_of(nothing, nothing).size == 0
+    assert search_of(held).rows_of(nothing, nothing).size == 0
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, np.int8, np.bool_])
@@ -70,16 +72,28 @@ def test_arrays_that_do_not_begin_at_a_multiple_of_their_numbers() -> None:
 
 
 def test_what_is_refused() -> None:
-    held, rows = tables_of(0)
+    held = tables_of(0)
     keys = np.array([1, 2])
     for tables in (np.array([0, 5]), np.array([-1, 0]), np.array([0]), np.array([0, 1], np.int32)):
         with pytest.raises(ValueError, match="tables of keys"):
-            SortedKeys(held, rows).rows_of(keys, tables)
+            search_of(held).rows_of(keys, tables)
         with pytest.raises(ValueError, match="tables of keys"):
             TableColumn(held).read(keys, tables)
     with pytest.raises(ValueError, match="a row is out of range"):
         TableColumn(held).read(np.array([1]), np.array([1]))
-    with pytest.raises(ValueError, match="another number of rows"):
-        SortedKeys(held, rows[:-1] + rows[:1])
     with pytest.raises(ValueError, match="different dtypes or widths"):
         TableColumn([np.zeros((2, 3)), np.zeros((2, 4))])
+
+
+def test_keys_that_occur_twice_or_leave_one_out_are_told() -> None:
+    for keys, are_distinct, are_all in (
+        ([], True, True),
+        ([0], True, True),
+        ([1], True, False),
+        ([2, 0, 1], True, True),
+        ([2, 0, 3], True, False),
+        ([2, 0, 0], False, False),
+        ([-1, 0, 1], True, False),
+    ):
+        table = TableKeys(np.array(keys, np.int64))
+        assert (table.are_distinct, table.are_all) == (are_distinct, are_all), keys

@@ -179,6 +179,17 @@ def _build_copy(context: Any, builder: Any, signature: Any, arguments: Any) -> A
     return context.get_dummy_value()
 
 
+def _build_prefetch(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    from llvmlite import ir
+
+    (address,) = _as_int64(context, builder, signature, arguments)
+    pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+    shape = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+    call = builder.module.declare_intrinsic("llvm.prefetch", [pointer], shape)
+    builder.call(call, [builder.inttoptr(address, pointer), word(0), word(3), word(1)])
+    return context.get_dummy_value()
+
+
 def _int64(*given: Any) -> Any:
     from numba import types
 
@@ -193,6 +204,8 @@ def _nothing(*given: Any) -> Any:
 
 number_at = Instruction(lambda address, place: None, _int64, _build_number)
 """The int64 at a place of the array that begins at an address."""
+prefetch_at = Instruction(lambda address: None, _nothing, _build_prefetch)
+"""A request for the line of memory at an address, which arrives while the loop goes on."""
 copy_bytes = Instruction(lambda target, source, count: None, _nothing, _build_copy)
 """A copy of a number of bytes from one address to another; the two ranges do not overlap."""
 

@@ -1,14 +1,16 @@
 """Search of keys in several tables at once, and copies of their rows from memory that is mapped.
 
-    table t       keys K_t [M_t], rising, and the row of each key, R_t [M_t]
-    (key, t)      p = first place with K_t[p] >= key;    row = R_t[p] if K_t[p] = key, else -1
+    table t       keys K_t [M_t] and their rows R_t [M_t], in the order of the hashes of the keys
+    bucket        upper bits of the hash: about 6 keys, which are neighbours; S_t[bucket] is the place of the first one
+    (key, t)      row = R_t[p] for the place p in the key's bucket with K_t[p] = key, or -1 if there is none
     column C      C_t[row], or zeros for the row -1
 
 A request of a server asks each of many tables for a few keys. A call of numpy for each table takes longer than the
-search itself, so one loop reads all tables by their addresses. Without numba each table is searched by numpy, with the
-same result.
+search itself, so one loop reads all tables by their addresses. A binary search would wait for memory at most of its
+steps; here a key waits for the bucket's place, its keys and its rows, and the lines of all keys are requested before
+the first one is used. Without numba each table is searched by numpy, with the same result.
 
-Cost:   a binary search for each key, and a copy for each row.
+Cost:   three lines of memory for each key, and one for each 64 bytes of a row; 17.5 bytes of memory for each key.
 Shapes: n keys of one call, M_t rows of table t.
 """
 
@@ -17,26 +19,60 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.kernels.tables.compiled import copy_bytes, is_installed, loop, number_at
+from shardwise.kernels.tables.compiled import copy_bytes, is_installed, loop, number_at, prefetch_at
 
 Int64s = npt.NDArray[np.int64]
 
+_ODD, _OTHER_ODD = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+_BITS, _TOGETHER = 64, 8
 
-class SortedKeys:
-    """The keys of several tables.
+
+class TableKeys:
+    """The keys of a table, in the order of their hashes.
 
     Args:
-        keys: int64 [M_t] of each table, rising.
-        rows: The row of each key, int64 [M_t] of each table.
+        keys: The key of each row, int64 [M], in any order.
     """
 
-    def __init__(self, keys: Sequence[Int64s], rows: Sequence[Int64s]) -> None:
-        self._keys = [np.ascontiguousarray(each, np.int64) for each in keys]
-        self._rows = [np.ascontiguousarray(each, np.int64) for each in rows]
-        if [each.shape for each in self._keys] != [each.shape for each in self._rows]:
-            raise ValueError("sorted keys: a table has another number of rows than keys")
-        self._key_at, self._row_at = _addresses(self._keys), _addresses(self._rows)
-        self._sizes = np.array([each.size for each in self._keys], np.int64)
+    def __init__(self, keys: Int64s) -> None:
+        hashes = _hashes(np.ascontiguousarray(keys, np.int64))
+        self.rows = np.argsort(hashes).astype(np.int64, copy=False)
+        """The row of each key."""
+        self.keys = np.asarray(keys)[self.rows]
+        """The keys in the order of their hashes."""
+        bits = max(int(keys.size // _TOGETHER).bit_length(), 1)
+        self.shift = _BITS - bits
+        buckets = (hashes[self.rows] >> np.uint64(self.shift)).astype(np.int64)
+        self.starts = np.searchsorted(buckets, np.arange((1 << bits) + 1))
+        """The place at which each bucket begins in ``keys``, and the end of the last one: int64 [buckets + 1]."""
+
+    @property
+    def are_distinct(self) -> bool:
+        """Whether no key occurs twice."""
+        return not bool(
+            (self.keys[1:] == self.keys[:-1]).any()
+        )  # equal keys have equal hashes: they are neighbours
+
+    @property
+    def are_all(self) -> bool:
+        """Whether the keys are the numbers from 0 to M - 1, each of them once."""
+        inside = not self.keys.size or (self.keys.min() == 0 and self.keys.max() == self.keys.size - 1)
+        return bool(inside) and self.are_distinct
+
+
+class KeySearch:
+    """The search of keys in several tables.
+
+    Args:
+        tables: The keys of each table.
+    """
+
+    def __init__(self, tables: Sequence[TableKeys]) -> None:
+        self._tables = list(tables)
+        self._key_at = _addresses([each.keys for each in tables])
+        self._row_at = _addresses([each.rows for each in tables])
+        self._start_at = _addresses([each.starts for each in tables])
+        self._shifts = np.array([each.shift for each in tables], np.uint64)
 
     def rows_of(self, keys: Int64s, tables: Int64s) -> Int64s:
         """Return the row of each key, or -1.
@@ -48,16 +84,13 @@ class SortedKeys:
         Raises:
             ValueError: if a number of a table is out of range: the loop reads memory by it.
         """
-        _check_tables(tables, keys.shape, self._sizes.size)
-        found = np.full(keys.size, -1, np.int64)
+        _check_tables(tables, keys.shape, len(self._tables))
+        keys, found = np.ascontiguousarray(keys), np.full(keys.size, -1, np.int64)
         if is_installed():
-            _find(np.ascontiguousarray(keys), tables, self._key_at, self._row_at, self._sizes, found)
+            _find(keys, tables, self._key_at, self._row_at, self._start_at, self._shifts, found)
             return found
         for table, places in _by_table(tables):
-            held = self._keys[table]
-            if held.size:
-                at = np.minimum(np.searchsorted(held, keys[places]), held.size - 1)
-                found[places] = np.where(held[at] == keys[places], self._rows[table][at], -1)
+            found[places] = _plain_find(keys[places], self._tables[table])
         return found
 
 
@@ -116,30 +149,54 @@ def _by_table(tables: Int64s) -> list[tuple[int, Int64s]]:
     return [(table, np.flatnonzero(tables == table)) for table in np.unique(tables).tolist()]
 
 
+def _plain_find(keys: Int64s, table: TableKeys) -> Int64s:
+    """Search the keys of one table in operations of numpy."""
+    if not table.keys.size:
+        return np.full(keys.size, -1, np.int64)
+    hashes = _hashes(table.keys)
+    at = np.minimum(np.searchsorted(hashes, _hashes(keys)), hashes.size - 1)
+    return np.where(table.keys[at] == keys, table.rows[at], -1)
+
+
+def _hashes(keys: Int64s) -> npt.NDArray[np.uint64]:
+    """Return the hash of each key; different keys have different hashes."""
+    mixed = keys.view(np.uint64) * _ODD
+    mixed ^= mixed >> np.uint64(32)
+    return mixed * _OTHER_ODD
+
+
 @loop
 def _find(
     keys: np.ndarray,
     tables: np.ndarray,
     key_at: np.ndarray,
     row_at: np.ndarray,
-    sizes: np.ndarray,
+    start_at: np.ndarray,
+    shifts: np.ndarray,
     found: np.ndarray,
 ) -> None:
+    starts, stops = np.empty(keys.size, np.int64), np.empty(keys.size, np.int64)
     for i in range(keys.size):
-        key, table = keys[i], tables[i]
-        held = key_at[table]
-        first, left = 0, sizes[table]
-        while left > 1:  # K[first] <= key, if any key is
-            half = left // 2
-            if number_at(held, first + half) <= key:
-                first += half
-            left -= half
-        if left == 1 and number_at(held, first) == key:
-            found[i] = number_at(row_at[table], first)
+        table = tables[i]
+        mixed = np.uint64(keys[i]) * _ODD
+        mixed ^= mixed >> np.uint64(32)
+        bucket = np.int64((mixed * _OTHER_ODD) >> shifts[table])
+        starts[i], stops[i] = number_at(start_at[table], bucket), number_at(start_at[table], bucket + 1)
+        prefetch_at(key_at[table] + 8 * starts[i])
+        prefetch_at(row_at[table] + 8 * starts[i])
+    for i in range(keys.size):
+        held = key_at[tables[i]]
+        for place in range(starts[i], stops[i]):
+            if number_at(held, place) == keys[i]:
+                found[i] = number_at(row_at[tables[i]], place)
+                break
 
 
 @loop
 def _copy(rows: np.ndarray, tables: np.ndarray, column_at: np.ndarray, row_bytes: int, target: int) -> None:
+    for i in range(rows.size):
+        if rows[i] >= 0:
+            prefetch_at(column_at[tables[i]] + rows[i] * row_bytes)
     for i in range(rows.size):
         if rows[i] >= 0:
             copy_bytes(target + i * row_bytes, column_at[tables[i]] + rows[i] * row_bytes, row_bytes)
