@@ -9,9 +9,8 @@ One model of four tables of width 8 with row-wise Adagrad: ``grows`` has no limi
 4,096 steps. A step has 4,096 keys for each table: half of them new, the others mostly from the last rows. Every
 ``--saves`` steps ``engine.save`` writes the step behind training, into ``--folder``.
 
-The printed line has the median, the 99th percentile, the longest step, the longest over the median, and the same
-numbers of the steps that saved. The bar is 3 times the median. Run it alone on the machine: another process's work is a
-stall too.
+A line is printed every few seconds, and at the end the tail of the steps and what the longest of them did
+(``step_times.py``). The bar is 3 times the median. Run it alone on the machine: another process's work is a stall too.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from step_times import StepTimes
 from torch import Tensor, nn
 
 import shardwise
@@ -70,13 +70,15 @@ def batch_of(first: int, count: int, known: int, generator: torch.Generator) -> 
     return {name: Ragged.of_ones(keys) for name in NAMES}
 
 
-def shown(name: str, seconds: list[float]) -> str:
-    times = 1e3 * torch.tensor(seconds, dtype=torch.float64)
-    median, longest = float(times.median()), float(times.max())
-    return (
-        f"{name}: {len(seconds)} steps, median {median:.2f} ms, p99 {float(times.quantile(0.99)):.2f} ms, longest "
-        f"{longest:.2f} ms, longest / median {longest / median:.2f}"
-    )
+def filled(engine: Any, rows: int, generator: torch.Generator) -> int:
+    """Fill the tables, until a pass of the search ahead is over too, and return the number of the next new key."""
+    fill, seen, begun = min(_FILL, rows), 1, time.perf_counter()
+    while seen < rows + fill:
+        engine.train_step([batch_of(seen, fill, rows, generator)])
+        seen += fill // 2
+        if seen // (fill // 2) % 20 == 0:
+            print(f"  filling: {seen} of {rows + fill} keys, {time.perf_counter() - begun:.0f} s", flush=True)
+    return seen
 
 
 def run(steps: int, rows: int, saves: int, folder: Path) -> None:
@@ -85,30 +87,24 @@ def run(steps: int, rows: int, saves: int, folder: Path) -> None:
     model = Net(rows)
     settings: dict[str, Any] = {"optimizer": {"type": "sgd", "lr": 0.01}, "checkpoint": {"keep_last": 1}}
     engine = shardwise.initialize(model, config=settings)
-    seen = 1
-    fill = min(_FILL, rows)
-    while seen < rows + fill:  # the tables are full, and a pass of the search ahead is over
-        engine.train_step([batch_of(seen, fill, rows, generator)])
-        seen += fill // 2
-    seconds: list[float] = []
-    saved: list[float] = []
-    for step in range(WARM + steps):
+    seen = filled(engine, rows, generator)
+    for _ in range(WARM):
+        engine.train_step([batch_of(seen, KEYS, rows, generator)])
+        seen += KEYS // 2
+    times = StepTimes(engine, steps)
+    for step in range(1, steps + 1):
         batch = batch_of(seen, KEYS, rows, generator)
         seen += KEYS // 2
-        is_saved = saves > 0 and step >= WARM and (step - WARM) % saves == saves - 1
-        start = time.perf_counter()
-        engine.train_step([batch])
-        if is_saved:
-            engine.save(folder, asynchronous=True)
-        if step >= WARM:
-            seconds.append(time.perf_counter() - start)
-            saved += seconds[-1:] if is_saved else []
+        with times.step() as part:
+            engine.train_step([batch])
+            if saves and step % saves == 0:
+                with part("save"):
+                    engine.save(folder, asynchronous=True)
     engine.wait_for_save()
     for name, tally in engine.table_tallies().items():
         print(f"{name}: {tally.rows} rows, {tally.inserted} inserted, {tally.evicted} evicted")
-    print(shown("all steps", seconds))
-    if saved:
-        print(shown("steps that saved", saved))
+    times.report("all steps")
+    times.machine()
     engine.close()
 
 

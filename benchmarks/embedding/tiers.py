@@ -7,7 +7,8 @@ Both engines train one model on the same batches, in turns, with the rows of the
 ``--hits`` of the keys is drawn from rows that stay in the cache, the others from all rows. Every row of the table is
 written once before, so that no miss is a row that is merely drawn.
 
-``--long`` runs one engine with tiers and a dynamic table that grows and evicts, and saves every 500 steps.
+``--long`` runs one engine with tiers and a dynamic table that grows and evicts, and saves every ``--saves`` steps while
+steps go on. It prints a line every few seconds, and at the end what the longest steps did (``step_times.py``).
 """
 
 import argparse
@@ -15,17 +16,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from step_times import StepTimes
 from torch import Tensor, nn
 
 import shardwise
 from shardwise import DynamicPolicy, EmbeddingCollection, Ragged, TablePolicy
 from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 
-FEATURES, WIDTH, BATCH = 4, 16, 4096
+FEATURES, WIDTH, BATCH, WARM = 4, 16, 4096, 20
 _CHUNK = 1 << 18
 
 
@@ -116,19 +119,28 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def longest(options: argparse.Namespace) -> None:
-    """Print the longest step over the median, with growth, eviction, compaction and saves."""
+    """Print the tail of many steps with growth, eviction, compaction and saves."""
     grows = DynamicPolicy(capacity=options.rows // 2, eviction={"type": "lfu"})
     engine = engine_of({"dynamic": grows, "tiers": {"host_rows": options.cached, "disk": options.folder}})
-    seconds: list[float] = []
+    times = StepTimes(engine, options.long)
     with tempfile.TemporaryDirectory() as saved:
-        for start in range(0, options.long, 500):
-            batches = batches_of(options.rows, options.cached // 2, options.hits, 500, start)
-            seconds += seconds_of(engine, batches)
-            engine.save(saved)
+        batches = batches_of(options.rows, options.cached // 2, options.hits, WARM + options.long)
+        with engine.prefetch(batches) as steps:
+            for batch in islice(steps, WARM):
+                engine.train_step(batch)
+            for number in range(1, options.long + 1):
+                with times.step() as part:
+                    with part("next batch"):
+                        batch = next(steps)
+                    engine.train_step(batch)
+                    if options.saves and number % options.saves == 0:
+                        with part("save"):
+                            engine.save(saved, asynchronous=True)
         engine.wait_for_save()
-    steady = seconds[20:]
-    median = statistics.median(steady)
-    print(f"{len(steady)} steps: median {median * 1e3:.1f} ms, longest {max(steady) / median:.2f} times that")
+        figures = engine.take_tier_figures()
+        print(f"{engine.table_tallies()}; {figures}")
+    times.report("all steps")
+    times.machine()
     engine.close()
 
 
@@ -143,6 +155,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--long", type=int, default=0, help="steps of the run for the longest step")
+    parser.add_argument("--saves", type=int, default=500, help="steps between two saves; 0 saves never")
     options = parser.parse_args()
     if options.long:
         longest(options)

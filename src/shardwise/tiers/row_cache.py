@@ -14,7 +14,7 @@ read ahead. Everything that is noted of places changes under one lock. ``read_ah
 the lock, into places that are marked as loading; whoever needs such a row waits until it is there. A changed row that
 leaves the cache is written under the lock, before its place is given away, so that nobody reads an older line of it.
 If a read or a write fails, the cache stays as it was: a row without its line gets no place, and a row that was not
-written keeps its place.
+written keeps its place. A third thread may read a snapshot, which sees the rows as they were (cache_snapshot.py).
 
 Replacement: a second-chance clock. A hand moves over the places; it passes a row that was used since it last came, and
 removes a row that was not. Rows leave in batches, and the changed ones of a batch are written in one request.
@@ -27,7 +27,7 @@ Shapes: N rows of one call, P places.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Generic, Protocol, TypeVar
@@ -37,9 +37,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardwise.base.errors import DamagedStateError
 from shardwise.kernels.tables.hash_index import HashIndex
 from shardwise.kernels.tables.unique import unique
+from shardwise.tiers.cache_snapshot import CacheSnapshot, Draw, LineMemory, RecordsBelow, draw_lines
 from shardwise.tiers.place_marks import PlaceMarks
 
 _BATCHES = 64
@@ -48,24 +48,6 @@ _COMPACTED = 2
 """Bytes that the tier below may move for each byte written."""
 _WINDOW = 4096
 """Fewest places that the hand of the clock looks at together."""
-
-
-class LineMemory(Protocol):
-    """Interface of memory that holds lines by place."""
-
-    @property
-    def line_bytes(self) -> int:
-        """Bytes of one line."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all lines."""
-
-    def to_bytes(self, places: Tensor) -> Tensor:
-        """Return the lines at places: uint8 [n, line_bytes]."""
-
-    def from_bytes(self, places: Tensor, lines: Tensor) -> None:
-        """Write lines [n, line_bytes] to places."""
 
 
 class LinesBelow(Protocol):
@@ -86,10 +68,11 @@ class LinesBelow(Protocol):
     def compact(self, most_bytes: int) -> int:
         """Move at most this many live bytes out of segments that are mostly dead, and return the number moved."""
 
+    def snapshot(self) -> RecordsBelow:
+        """Return a snapshot, until whose end all records stay where they are."""
+
 
 Memory = TypeVar("Memory", bound=LineMemory)
-Draw = Callable[[LineMemory, Tensor, Tensor], None]
-"""Function that writes the start lines of rows to places of a memory: (memory, places, rows)."""
 
 
 @dataclass
@@ -144,6 +127,7 @@ class RowCache(Generic[Memory]):
         """Rows written since the tier below was last compacted."""
         self._index = HashIndex(places, places)
         self._marks = PlaceMarks(places)
+        self._snapshot: CacheSnapshot | None = None
 
     def __len__(self) -> int:
         return len(self._index)
@@ -170,6 +154,8 @@ class RowCache(Generic[Memory]):
             self._figures.hits += rows.numel() - missed
             step, at = self._step, places.numpy()
             again = at if not missed else at[~absent]
+            if changes:
+                self._keep(rows[torch.from_numpy(~absent)], torch.from_numpy(again))
             self._marks.use(again, step, changes=changes, learns=learns, is_new=False)
             if missed:
                 some = rows[torch.from_numpy(absent)]
@@ -178,6 +164,8 @@ class RowCache(Generic[Memory]):
                 with self._stalls():
                     self._bring(missing)
                 at[absent] = self._index.find(some).numpy()
+                if changes:
+                    self._keep(some, torch.from_numpy(at[absent]))
                 self._marks.use(at[absent], step, changes=changes, learns=learns, is_new=True)
                 self._marks.held[at[absent]] = self._call
             return places
@@ -190,6 +178,7 @@ class RowCache(Generic[Memory]):
             at = places.numpy()
             if absent.any():
                 at[absent] = self._seated(rows[torch.from_numpy(absent)]).numpy()
+            self._keep(rows, places)
             self._marks.held[at] = self._call
             self._marks.dirty[at] = True
             self._marks.step[at] = self._step
@@ -229,6 +218,8 @@ class RowCache(Generic[Memory]):
         """Give free places to distinct rows that have none."""
         places, _ = self._index.find_or_insert(rows)
         at = places.numpy()
+        if self._snapshot is not None:
+            self._snapshot.seated(at)
         self._marks.live[at], self._marks.step[at] = True, -1
         self._marks.dirty[at] = self._marks.recent[at] = False
         self._marks.held[at] = self._call
@@ -250,13 +241,7 @@ class RowCache(Generic[Memory]):
                 self.below.read(stored, out)
             memory.from_bytes(places[held], out)
         if stored.numel() < rows.numel():
-            fresh = rows[~held]
-            if self._draw is None:
-                raise DamagedStateError(
-                    f"rows of a dynamic table: {fresh.numel()} rows, the first of them {int(fresh[0])}, are in no "
-                    "segment; the files of the tier were changed while the run used them. Resume from a checkpoint"
-                )
-            self._draw(memory, places[~held], fresh)
+            draw_lines(self._draw, memory, places[~held], rows[~held])
 
     @contextmanager
     def _stalls(self) -> Iterator[None]:
@@ -394,6 +379,7 @@ class RowCache(Generic[Memory]):
         with self._changed:
             self._call += 1
             places = self._settled(rows)
+            self._keep(rows, places)
             here = places >= 0
             if not bool(here.all()):
                 self.below.write(rows[~here], memory.to_bytes(at[~here]))
@@ -407,10 +393,37 @@ class RowCache(Generic[Memory]):
             return
         with self._changed:
             places = self._settled(rows)
+            self._keep(rows, places)
             here = places >= 0
             if bool(here.any()):
                 self._unseat(rows[here], places[here])
             self.below.remove(rows)
+
+    # Snapshots ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> CacheSnapshot:
+        """Return the rows as they are now, which another thread may read until it is closed; one at a time."""
+        with self._changed:
+            assert self._snapshot is None, "a cache has one snapshot at a time"
+            self._snapshot = CacheSnapshot(
+                self.lines,
+                self._index,
+                self._marks,
+                self.below.snapshot(),
+                self._changed,
+                self._draw,
+                self._end_snapshot,
+            )
+            return self._snapshot
+
+    def _end_snapshot(self) -> None:
+        with self._changed:
+            self._snapshot = None
+
+    def _keep(self, rows: Tensor, places: Tensor) -> None:
+        """Keep rows that are about to change as they were for the snapshot, if there is one."""
+        if self._snapshot is not None:
+            self._snapshot.keep(rows, places)
 
     # Steps -------------------------------------------------------------------------------------------------------
 

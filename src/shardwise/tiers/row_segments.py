@@ -16,7 +16,7 @@ was removed or written meanwhile does not come back.
 
 Disk space stays below 2 times the bytes of the rows held, and two segments: ``compact``, called once a step, begins at
 a lower bound; beyond ``_MUST_AT`` each write first compacts a few times as many bytes as it brings. While a snapshot is
-open nothing is compacted.
+open nothing is compacted, and what is written meanwhile comes on top.
 
 The files are scratch: the folder's seat removes them at the end, and the next run those of a killed one. If the disk
 fails, training resumes from a checkpoint, never from these files.
@@ -30,7 +30,6 @@ Shapes: n rows of one call, lines of w bytes.
 
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,6 +61,8 @@ _BEGIN_AT, _MUST_AT = 1.4, 1.75
 _BYTES_A_BYTE = 4
 """Bytes that a write compacts for each byte that it brings."""
 _EXIT_PATIENCE_S = 30.0
+_SNAPSHOT_DEPTH = 8
+"""Most requests of a snapshot under way together: an eighth of those of steps, which read beside it."""
 
 
 @dataclass(frozen=True)
@@ -198,11 +199,15 @@ class RowSegments:
             DamagedStateError: If the bytes of a row are not those that were written; the error names the segment.
             TierError: If the disk fails.
         """
+        self._read(self._reader, rows, None, out)
+
+    def _read(self, reader: SegmentReader, rows: Tensor, at: Tensor | None, out: Tensor) -> None:
+        """Read the lines of rows from their newest records, or from records at positions ``at``."""
         begin = time.perf_counter()
         numbers, into = self._checked(rows), self._checked_lines(rows, out)
         with self._state:
             self._refuse_if_closed()
-            positions = self._index.find(numbers)
+            positions = self._index.find(numbers) if at is None else at.numpy()
             self._assert_held(numbers, positions)
             first, end = self._tail_positions()
             is_here = (positions >= first) & (positions < end)
@@ -213,7 +218,7 @@ class RowSegments:
             pinned = self._files.pin(np.unique(positions[away] // self.shape.per_segment).tolist())
             self._reads += 1
         try:
-            self._reader.read(pinned, positions[away], numbers[away], into, away)
+            reader.read(pinned, positions[away], numbers[away], into, away)
         finally:
             with self._state:
                 free = self._files.unpin(pinned.values())
@@ -245,19 +250,18 @@ class RowSegments:
             return len(self._index)
 
     def snapshot(self) -> RowSnapshot:
-        """Return the rows as they are now, for a ``with`` statement, in the order in which they lie on the disk.
-
-        Rows that are written or removed while the snapshot is open do not change it. It keeps a segment's file until
-        it is closed, so nothing is compacted meanwhile, and it holds 8 bytes for each row that changes.
-        """
+        """Return a snapshot, until whose end all records stay where they are, and nothing is compacted."""
         with self._state:
             self._refuse_if_closed()
-            made = RowSnapshot(
-                self._files, self.shape, self._index, self._state, self._load_block, self._let_go
-            )
+            reader = SegmentReader(self._files, self.shape, 1, _SNAPSHOT_DEPTH)
+            made = RowSnapshot(self._positions, self._read, reader, self._let_go)
             self._snapshots.append(made)
-            made.begin(self._tail.segment, self._tail.number * self.shape.per_block + self._tail.count)
         return made
+
+    def _positions(self, rows: Tensor) -> Tensor:
+        """Return the position of the newest record of each row, -1 for rows without one: int64 [n] -> [n]."""
+        with self._state:
+            return torch.from_numpy(self._index.find(self._checked(rows)))
 
     # Upkeep ------------------------------------------------------------------------------------------------------
 
@@ -359,8 +363,6 @@ class RowSegments:
         live += np.bincount(came // size, minlength=live.size) - np.bincount(
             went // size, minlength=live.size
         )
-        for each in self._snapshots:
-            each.keep(went)
 
     def _tail_positions(self) -> tuple[int, int]:
         """Return the first position of the block in memory, and the one behind its last record."""
@@ -411,11 +413,9 @@ class RowSegments:
 
     # Checks ------------------------------------------------------------------------------------------------------
 
-    def _let_go(self, snapshot: RowSnapshot, pinned: Iterable[SegmentFile]) -> None:
+    def _let_go(self, snapshot: RowSnapshot) -> None:
         with self._state:
             self._snapshots.remove(snapshot)
-            free = self._files.unpin(pinned)
-        self._files.remove(free)
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:

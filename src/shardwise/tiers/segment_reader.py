@@ -117,9 +117,12 @@ class SegmentReader:
         files: The segments.
         shape: Their sizes.
         threads: Number of requests under way at once where the system has no queue of reads.
+        depth: Number of requests under way at once in a queue of reads.
     """
 
-    def __init__(self, files: SegmentFiles, shape: SegmentShape, threads: int) -> None:
+    def __init__(
+        self, files: SegmentFiles, shape: SegmentShape, threads: int, depth: int = _QUEUE_DEPTH
+    ) -> None:
         """Open the queue of reads, or make the threads, which start with the first read that is worth more than one."""
         self.requests = 0
         """Requests made so far."""
@@ -127,7 +130,7 @@ class SegmentReader:
         """Bytes of these requests."""
         self._files, self._shape, self._threads = files, shape, threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardwise-rows")
-        self._queue = PageQueue(_QUEUE_DEPTH)
+        self._queue = PageQueue(depth)
         self._spares: SimpleQueue[Bytes] = SimpleQueue()
 
     def read(

@@ -187,6 +187,14 @@ class ModelTables:
         return any(table.tiers is not None for _, _, table in self.each())
 
     @property
+    def hold_up_saves(self) -> bool:
+        """True if steps wait for saves: reading a row of an exact Adam in tiers changes it, for all later steps."""
+        return any(
+            table.tiers is not None and (table.optimizer or collection.optimizer).exact
+            for _, collection, table in self.each()
+        )
+
+    @property
     def step_bytes(self) -> int:
         """Bytes in host memory for rows on a device: the step of each row's last update, for an exact Adam."""
         parts = (part for collection in self.collections.values() for part in collection.placed.parts)

@@ -129,8 +129,8 @@ def _save(
             item._replace(name=plain_name(item.name))
             for item in items_to_save(parts, labels, stateless, opened)
         ]
-        # An asynchronous save would copy the disk's state into memory. Rows in tiers are read as they are now.
-        if _is_on_disk(parts) or parts.tables.is_tiered:
+        # An asynchronous save would copy the disk's state into memory.
+        if _is_on_disk(parts) or parts.tables.hold_up_saves:
             options["asynchronous"] = False
         parts.folders.at(folder).save(
             progress.step_count,

@@ -149,8 +149,9 @@ class RowContents:
     def streams(self) -> bool:
         """True if a save may read rows when it writes them: on the host, whole rows, changed by steps alone.
 
-        Rows of tables with tiers may also change when they are read, because steps wait for their saves. All ranks
-        decide alike, also one without a row of the tables, which needs no tiers.
+        Rows of tables with tiers may also change when they are read, because steps wait for such saves
+        (``ModelTables.hold_up_saves``). All ranks decide alike, also one without a row of the tables, which needs no
+        tiers.
         """
         has_tiers = self._store.tables.tables[0].tiers is not None
         is_cut = self._store.tables.place.placement == "column" and self._store.group.size > 1
@@ -159,7 +160,7 @@ class RowContents:
     def snapshot(self) -> StoreSnapshot | TieredSnapshot:
         """Return the rows as they are, to be read when they are written; the open snapshot until ``end_save``.
 
-        Steps may change rows meanwhile if the tables have no tiers.
+        Steps may change rows meanwhile, unless steps wait for the save.
         """
         if (found := self._open_snapshot) is not None:
             return found

@@ -104,6 +104,13 @@ class RowLines:
         """Return the number of places."""
         return len(self.memory)
 
+    def like(self, places: int) -> "RowLines":
+        """Return memory of as many lines of the same kind, for copies."""
+        columns = range(self._first, self._first + self.width)
+        return RowLines(
+            places, columns, self._whole, self.optimizer, self.dtype, self.stored_dtypes, self.device
+        )
+
     @property
     def device(self) -> torch.device:
         """Device of the lines."""

@@ -25,12 +25,15 @@ from shardwise.kernels.tables.row_replay import StepHistory
 from shardwise.parallel.embedding.rows.disk_faults import DiskFaults
 from shardwise.parallel.embedding.rows.row_lines import RowLines
 from shardwise.parallel.embedding.rows.tiered_snapshot import TieredSnapshot
-from shardwise.tiers.row_cache import CacheFigures, Draw, LinesBelow, RowCache
+from shardwise.tiers.cache_snapshot import Draw
+from shardwise.tiers.row_cache import CacheFigures, LinesBelow, RowCache
 from shardwise.tiers.row_segments import RowSegments
 
 _log = logging.getLogger(__name__)
 WINDOW_ROWS = 1 << 14
 """Largest number of rows that are copied out of the cache, or into it, at once."""
+_SAVED_ROWS = 1 << 11
+"""Largest number of rows that a save copies out of the cache at once, while steps wait for its lock."""
 
 
 class RowsInTiers:
@@ -173,13 +176,24 @@ class RowsInTiers:
         indexes: Sequence[IndexSnapshot],
         waiting: Sequence[IndexSnapshot | None],
     ) -> TieredSnapshot:
-        """Return the rows for a save during which no step runs, to be read when they are written."""
+        """Return the rows as they are now for a save, to be read when they are written.
+
+        Steps may change rows meanwhile, except with a history: reading rows of an exact Adam changes them.
+        """
+        self._brought = None  # STEP must announce the rows that it changes to the snapshot
+        held = self._cache.snapshot() if history is None else None
+        window = self._window if held is None else self._window.like(min(_SAVED_ROWS, len(self._window)))
 
         def read(rows: Tensor) -> list[Tensor]:
-            self._copy_to_window(rows, history)
-            return [each[: rows.numel()] for each in self._window.tensors]
+            if held is None:
+                self._copy_to_window(rows, history)
+            else:
+                held.read(rows, window)
+            return [each[: rows.numel()] for each in window.tensors]
 
-        self.snapshot = TieredSnapshot(read, len(self._window), indexes, waiting)
+        self.snapshot = TieredSnapshot(
+            read, len(window), indexes, waiting, None if held is None else held.close
+        )
         return self.snapshot
 
     def _copy_to_window(self, rows: Tensor, history: StepHistory | None) -> None:

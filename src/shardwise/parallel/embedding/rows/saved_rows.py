@@ -6,8 +6,8 @@ that cover a table, after ``load_progress``; a rank takes what its placement giv
 A save writes tables below ``_STREAM_BYTES`` from a copy of their rows. Of larger ones it reads the rows when they are
 written, a part at a time, from a snapshot (kernels/tables/row_snapshot.py). A rank writes the buckets that it holds, so
 nothing is copied and exchanged at once, and steps may go on. Rows of tables with tiers are read from memory and disk
-(tiered_snapshot.py), and steps wait. Rows that a snapshot cannot give, and those of a save between a forward pass and
-its step, are copied.
+(tiered_snapshot.py). Rows that a snapshot cannot give, and those of a save between a forward pass and its step, are
+copied.
 
 Cost: saved.py, kernels/tables/row_snapshot.py.
 """

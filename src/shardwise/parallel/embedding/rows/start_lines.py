@@ -18,7 +18,7 @@ from shardwise.kernels.tables.start_rows import start_rows
 from shardwise.parallel.embedding.group import TableGroup
 from shardwise.parallel.embedding.rows.row_lines import RowLines
 from shardwise.parallel.embedding.rules import optimizer_of
-from shardwise.tiers.row_cache import LineMemory
+from shardwise.tiers.cache_snapshot import LineMemory
 
 
 class StartLines:

@@ -1,13 +1,14 @@
 """TieredSnapshot: the rows of a store with tiers while a save writes them, read from memory and disk a part at a time.
 
     save       begin ──► reads rows in the order of (bucket, key), a window at a time ──► close
-    training   waits: the engine makes a save of tables with tiers synchronous
+    training   before a step changes a row, what the row was is kept     tiers/cache_snapshot.py
+               with an exact Adam it waits: the engine makes the save synchronous, because reading a row changes it
 
 A save of a table that is larger than memory cannot copy its rows. It reads each row when the row is written: from the
 cache, from the disk, or drawn if the row was never changed. No row enters or leaves the cache.
 
-Cost:   a read of each row that is on the disk, once for the weights and once for each optimizer state; one window of
-        lines, and 8 bytes a row of dynamic tables for their order.
+Cost:   tiers/cache_snapshot.py; a read of each row that is on the disk, once for the weights and once for each
+        optimizer state; one window of lines, and 4 bytes a row of dynamic tables for their order.
 Shapes: n rows of one call.
 """
 
@@ -21,7 +22,7 @@ from shardwise.kernels.tables.index_snapshot import IndexSnapshot
 
 
 class TieredSnapshot:
-    """Lines and indexes of a store that does not change until the snapshot is closed.
+    """Lines and indexes of a store with tiers as they were when the snapshot was made.
 
     Args:
         read: function that returns the lines of at most ``most`` distinct rows, one tensor [n, columns] for each memory
@@ -29,6 +30,7 @@ class TieredSnapshot:
         most: number of rows that are read at once.
         indexes: snapshots of the indexes of dynamic tables, by position in the group; empty for static tables.
         waiting: snapshots of the keys that wait for admission, by position in the group.
+        end: function that ends the snapshot of the rows; None if there is nothing to end.
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class TieredSnapshot:
         most: int,
         indexes: Sequence[IndexSnapshot],
         waiting: Sequence[IndexSnapshot | None],
+        end: Callable[[], None] | None = None,
     ) -> None:
-        self._read, self._most = read, most
+        self._read, self._most, self._end = read, most, end
         self.indexes, self.waiting = indexes, waiting
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -50,7 +53,9 @@ class TieredSnapshot:
         return [torch.cat(of_memory) for of_memory in zip(*parts, strict=True)]
 
     def close(self) -> None:
-        """End the snapshots of the indexes."""
+        """End the snapshots of the rows and of the indexes."""
+        if self._end is not None:
+            self._end()
         for index in (*self.indexes, *self.waiting):
             if index is not None:
                 index.close()
