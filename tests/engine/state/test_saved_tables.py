@@ -22,7 +22,6 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
-from shardwise.parallel.embedding.rows import saved_rows
 from shardwise.parallel.embedding.saved import StreamedRows
 from tests.engine.tables_net import SAMPLES, Net, batch, build, row_of, train
 from tests.hostile.table_files import rewrite
@@ -43,9 +42,7 @@ def _load_and_save(world: World, placements: dict[str, str], source: str, target
     engine = build(world, placements)
     train(engine, 2)  # what is there before must be gone after
     engine.load(Path(source))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved_rows, "_STREAM_BYTES", 0)  # the first step of the route was written from copies
-        engine.save(Path(target), asynchronous=False)
+    engine.save(Path(target), asynchronous=False)
     engine.close()
 
 
@@ -111,7 +108,6 @@ def test_resumed_run_goes_on_to_the_bit(ranks: Any, tmp_path: Path, size: int) -
 
 def test_rows_that_steps_change_while_they_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writing thread reads the first row when five more steps are over: it is the step of the save all the same."""
-    monkeypatch.setattr(saved_rows, "_STREAM_BYTES", 0)
     may_read, read = threading.Event(), StreamedRows.read
 
     def wait_and_read(rows: StreamedRows, kind: str, within: tuple[int, int]) -> Tensor:
@@ -140,7 +136,6 @@ def test_rows_that_steps_change_while_they_are_saved(tmp_path: Path, monkeypatch
 
 def test_scores_that_no_load_accepts_fail_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are read when they are written are checked then, and the step is not committed."""
-    monkeypatch.setattr(saved_rows, "_STREAM_BYTES", 0)
     engine = build(join())
     train(engine, 3)
     part, place = engine._parts.tables.collections["tables"].placed.find("grows")

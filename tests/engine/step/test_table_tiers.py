@@ -8,7 +8,6 @@ import pytest
 
 import shardwise
 from shardwise.comm.world import World
-from shardwise.parallel.embedding.rows import saved_rows
 from shardwise.plan.action import Kind
 from shardwise.tiers.row_tiers import RowTiersPolicy
 from tests.engine import tiers_net
@@ -165,7 +164,6 @@ def trained(world: World, layout: Layout, home: str, is_tiered: bool, steps: int
     """Losses, evaluations and rows of a run, and of one that goes on from its checkpoint in another engine."""
     few, found = tiers_net.ROWS // layout.ratio, []
     with tiers_net.small_segments(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved_rows, "_STREAM_BYTES", 0)  # rows are read when a save writes them
         samples = 24 if layout.ratio > 10 else 48 if layout.ratio == 10 else 192
         patch.setattr(tiers_net, "SAMPLES", samples)  # a step fits the memory, and four do not
         for first in (0, steps):

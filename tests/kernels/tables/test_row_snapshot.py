@@ -17,7 +17,6 @@ from shardwise.parallel.embedding.policy import (
     RowOptimizerPolicy,
     TablePolicy,
 )
-from shardwise.parallel.embedding.rows import saved_rows
 from shardwise.parallel.embedding.saved import SavedRowRange, StreamedRows
 from tests.parallel.embedding.threads import on_ranks
 
@@ -113,7 +112,6 @@ def test_what_is_read_later_is_what_was_there(
 ) -> None:
     """Each element once over all ranks, in its place, as if it had been copied: rows that were updated since, evicted,
     replaced by other keys in the same line, and keys that were admitted or forgotten."""
-    monkeypatch.setattr(saved_rows, "_STREAM_BYTES", 0)
     monkeypatch.setattr(row_snapshot, "_CHUNK_ROWS", 7)
     monkeypatch.setattr(index_snapshot, "_CHUNK_ROWS", 11)
     monkeypatch.setattr(index_snapshot, "_SORTED_ROWS", 13)
@@ -138,9 +136,8 @@ def whole(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {kind: each[each[:, 0].argsort()] for kind, each in joined.items()}
 
 
-def test_a_save_between_a_forward_pass_and_its_step_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_between_a_forward_pass_and_its_step_copies() -> None:
     """The keys of the open step are left out, which a snapshot does not do."""
-    monkeypatch.setattr(saved_rows, "_STREAM_BYTES", 0)
 
     def save(group: Group) -> list[int]:
         collection = collection_of("auto", group)

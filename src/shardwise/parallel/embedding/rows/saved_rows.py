@@ -3,11 +3,10 @@
 Rows are read with their optimizer state, scores, and the keys that wait for admission. They are loaded from any pieces
 that cover a table, after ``load_progress``; a rank takes what its placement gives it.
 
-A save writes tables below ``_STREAM_BYTES`` from a copy of their rows. Of larger ones it reads the rows when they are
-written, a part at a time, from a snapshot (kernels/tables/row_snapshot.py). A rank writes the buckets that it holds, so
-nothing is copied and exchanged at once, and steps may go on. Rows of tables with tiers are read from memory and disk
-(tiered_snapshot.py). Rows that a snapshot cannot give, and those of a save between a forward pass and its step, are
-copied.
+A save reads the rows when they are written, a part at a time, from a snapshot (kernels/tables/row_snapshot.py). A rank
+writes the buckets that it holds, so nothing is copied and exchanged at once, and steps may go on. Rows of tables with
+tiers are read from memory and disk (tiered_snapshot.py). Rows that a snapshot cannot give, and those of a save between
+a forward pass and its step, are copied.
 
 Cost: saved.py, kernels/tables/row_snapshot.py.
 """
@@ -24,7 +23,6 @@ from shardwise.parallel.embedding.layout import TablePlacement, dynamic_bucket, 
 from shardwise.parallel.embedding.placed import PlacedGroup, PlacedTables
 from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 from shardwise.parallel.embedding.rows.row_contents import RowContents
-from shardwise.parallel.embedding.rows.store import RowStore
 from shardwise.parallel.embedding.saved import (
     KEY,
     PAIR,
@@ -36,9 +34,6 @@ from shardwise.parallel.embedding.saved import (
     stretch_to_write,
     written_buckets,
 )
-
-_STREAM_BYTES = 16 << 20
-"""Bytes of a table over all ranks from which on a save reads its rows when they are written."""
 
 
 class SavedRows:
@@ -145,15 +140,14 @@ class SavedRows:
         if not RowContents(store).streams:
             return None, None
         if table.dynamic is None:
-            counts = static_counts(table.rows or 0)
-            return (counts, None) if _is_large(store, int(counts.sum())) else (None, None)
+            return static_counts(table.rows or 0), None
         rows, waiting = store.dynamic[place].bucket_counts
         is_open = any(each.is_open for each in store.dynamic)
         here = torch.cat([rows, waiting, torch.tensor([int(is_open)])])
         found = gather(here[None], [1] * group.size, group, f"buckets of table {table.name}", "control")
         is_copy = part.tables.places[place].placement == "data_parallel"
         rows, waiting = (found[0] if is_copy else found.sum(0))[:-1].view(2, -1)
-        if bool(found[:, -1].any()) or not _is_large(store, int(rows.sum())):
+        if bool(found[:, -1].any()):
             return None, None
         return rows, waiting if table.dynamic.admission.type == "frequency" else None
 
@@ -265,8 +259,3 @@ class SavedRows:
         self._placed.drop()
         for part in self._placed.parts:
             RowContents(part.store).clear()
-
-
-def _is_large(store: RowStore, rows: int) -> bool:
-    """Return whether this many rows of a store are read when they are written."""
-    return rows * store.lines.line_bytes >= _STREAM_BYTES
