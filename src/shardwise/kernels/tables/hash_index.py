@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import TableFullError
-from shardwise.kernels.tables.compiled import array, is_installed, loop
+from shardwise.kernels.tables import rows_ahead
+from shardwise.kernels.tables.compiled import array, has_numba, is_installed, loop
 from shardwise.kernels.tables.keys import count_buckets
 from shardwise.kernels.tables.pair_map import PairMap
 from shardwise.kernels.tables.rows_ahead import LIVE, RowColumns, RowsAhead
@@ -327,6 +328,15 @@ class HashIndex:
                 f"row {places[lost][0]} has no key: it was never given one, or its key was removed"
             )
         return places
+
+
+def compile_loops() -> None:
+    """Compile the loops that only evictions run, so that the first eviction does not wait for it."""
+    if has_numba():
+        none = np.empty(0, np.int64)
+        PairMap(0, 0).remove(none)
+        _lowest(np.empty(0, np.uint8), none, none, none)
+        rows_ahead.compile_loops()
 
 
 class _RowMap(Protocol):

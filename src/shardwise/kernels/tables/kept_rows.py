@@ -1,18 +1,33 @@
-"""Copies of rows that were made before the rows changed, by row.
+"""Copies of rows that were made before the rows changed, by row: a step makes them, and a reader looks them up.
 
-``_where`` has the place of a row's copy plus 1, and 0 for a row that was not copied. Its memory is reserved (slab.py),
-so a table of any size costs nothing until rows are copied. So is the memory of the copies, and more of them move none.
+    step      a bit a row says whether it was copied ──► copies are appended, and the rows that they belong to
+    reader    number of each row's copy, entered when it next reads ──► what was read live is overwritten
 
-Cost:   4 bytes for each row in a page of rows of which one was copied, and the copies.
+The step touches as little memory as it can, because a page of memory that is new costs it some microseconds, and a row
+is anywhere in a table: one bit a row, and the copies one after another. The larger array, from rows to copies, is the
+reader's. Both sides hold one lock for what they share: ``first``, ``keep`` and ``take`` run under it, ``put`` need not.
+
+Memory for all copies is reserved (slab.py) and taken as rows are copied, so that more of them move none.
+
+Cost:   1 bit a row, 4 bytes for each row in a page of rows of which one was copied, and the copies.
 Shapes: n rows of one call.
 """
 
+import threading
+import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.kernels.tables.compiled import has_numba, loop
 from shardwise.kernels.tables.slab import reserve
+
+Copied = list[tuple[int, Tensor]]
+"""Number of the first copy of rows that were copied together, and the rows."""
+
+_GIVE_WAY_S = 5e-5
 
 
 class KeptRows:
@@ -26,35 +41,93 @@ class KeptRows:
 
     def __init__(self, rows: int, dtypes: Sequence[torch.dtype], widths: Sequence[int] | None = None) -> None:
         shapes = [(rows,) if widths is None else (rows, width) for width in widths or [1] * len(dtypes)]
-        self._where = reserve(rows, 1, torch.int32, small_first=True).view(-1)
+        self._bits = np.zeros(-(-rows // 8), np.uint8)
         self._copies = [
             reserve(rows, 1 if widths is None else shape[-1], dtype, small_first=True).view(shape)
             for shape, dtype in zip(shapes, dtypes, strict=True)
         ]
         self._count = 0
+        self._new: Copied = []
+        self._where = reserve(rows, 1, torch.int32, small_first=True).view(-1)
+        """Place of a row's copy plus 1, and 0 for a row without one; the reader's."""
+        self._reading = threading.Lock()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copies."""
-        return self._count * (4 + sum(copies[:1].nbytes for copies in self._copies))
+        return self._bits.nbytes + self._count * (4 + sum(copies[:1].nbytes for copies in self._copies))
 
-    def lacks(self, rows: Tensor) -> Tensor:
-        """Return a mask of the rows that were not copied: int64 [n] -> bool [n]."""
-        return self._where[rows] == 0
+    def first(self, rows: Tensor) -> Tensor:
+        """Return the indexes of rows that were not copied, each row once, and count them as copied: [n] -> [m]."""
+        given, chosen = rows.numpy(), np.empty(rows.numel(), np.int64)
+        count = (_mark if has_numba() else _mark_plainly)(self._bits, given, chosen)
+        return torch.from_numpy(chosen[:count])
 
     def keep(self, rows: Tensor, columns: Sequence[Tensor]) -> None:
-        """Add copies of distinct rows that it lacks, one tensor a column."""
-        stop = self._count + rows.numel()
+        """Add copies of the rows that ``first`` has chosen, one tensor a column."""
+        first, stop = self._count, self._count + rows.numel()
         for copies, column in zip(self._copies, columns, strict=True):
-            copies[self._count : stop] = column
-        self._where[rows] = torch.arange(self._count + 1, stop + 1, dtype=torch.int32)
+            copies[first:stop] = column
+        self._new.append((first, rows))
         self._count = stop
 
-    def put(self, rows: Tensor, columns: Sequence[Tensor]) -> None:
-        """Overwrite what was read of ``rows`` by the copies, where there are any."""
-        places = self._where[rows]
+    def take(self) -> Copied:
+        """Return the rows that were copied since the last call, for ``put``."""
+        copied, self._new = self._new, []
+        return copied
+
+    def put(self, rows: Tensor, columns: Sequence[Tensor], copied: Copied) -> None:
+        """Overwrite what was read of ``rows`` by the copies, where there are any.
+
+        Args:
+            rows: the rows: [n].
+            columns: what was read of them, one tensor a column.
+            copied: what ``take`` has returned under the lock under which they were read.
+        """
+        with self._reading:
+            for first, those in copied:
+                self._where[those] = torch.arange(first + 1, first + 1 + those.numel(), dtype=torch.int32)
+            places = self._where[rows]
         kept = places.nonzero()[:, 0]
         if kept.numel():
             source = places[kept].long() - 1
             for copies, column in zip(self._copies, columns, strict=True):
                 column[kept] = copies[source]
+
+
+def give_way() -> None:
+    """Let a thread that waits for a lock have it, which the caller has just released and is about to take again.
+
+    The lock would be taken again before the other thread is awake.
+    """
+    time.sleep(_GIVE_WAY_S)
+
+
+def compile_loops() -> None:
+    """Compile the loop of this module, so that the first step beside a save does not wait for it."""
+    if has_numba():
+        _mark(np.empty(0, np.uint8), np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+@loop
+def _mark(bits: np.ndarray, rows: np.ndarray, chosen: np.ndarray) -> int:
+    """Set the bits of rows, write the indexes of those whose bit was not set, and return their number."""
+    count = 0
+    for i in range(rows.size):
+        place, bit = rows[i] >> 3, np.uint8(1 << (rows[i] & 7))
+        if bits[place] & bit == 0:
+            bits[place] |= bit
+            chosen[count] = i
+            count += 1
+    return count
+
+
+def _mark_plainly(bits: np.ndarray, rows: np.ndarray, chosen: np.ndarray) -> int:
+    """Do the same without numba."""
+    distinct, index = np.unique(rows, return_index=True)
+    bit = np.left_shift(1, distinct & 7).astype(np.uint8)
+    is_first = bits[distinct >> 3] & bit == 0
+    np.bitwise_or.at(bits, distinct[is_first] >> 3, bit[is_first])
+    found = np.sort(index[is_first])
+    chosen[: found.size] = found
+    return int(found.size)

@@ -5,12 +5,13 @@
 
 Nothing is copied when a snapshot begins, so a save takes the time of a few numbers from its step. What is read is the
 state of the one moment at which it began: a row is either unchanged, or its copy was made before its first change. The
-copies and the live rows are read under one lock, a few thousand rows at a time.
+live rows are read under the lock under which copies are made, a few thousand at a time, and then overwritten by the
+copies that there were.
 
 A store gives no snapshot of rows on a device, of columns that other ranks complete, and of an exact Adam, whose rows
 change when they are read: their rows are copied at once.
 
-Cost:   memory for the rows that training changes while the save is written, and 4 bytes a row for their order.
+Cost:   kept_rows.py; 4 bytes a row of dynamic tables for their order.
 Shapes: n rows of one call, w columns of the table that are on this rank.
 """
 
@@ -21,9 +22,9 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.tables.index_snapshot import IndexSnapshot
-from shardwise.kernels.tables.kept_rows import KeptRows
+from shardwise.kernels.tables.kept_rows import KeptRows, give_way
 
-_CHUNK_ROWS = 1 << 14
+_CHUNK_ROWS = 1 << 12
 """Number of lines that are read while the lock is held."""
 
 
@@ -60,10 +61,10 @@ class StoreSnapshot:
         numbers, was_in_use = self._numbers(rows)
         rows, numbers = rows[was_in_use], numbers[was_in_use]
         with self._lock:
-            is_first = self._kept.lacks(numbers)
-            if bool(is_first.any()):
-                old = rows[is_first]
-                self._kept.keep(numbers[is_first], [each.index_select(0, old) for each in self._memory])
+            first = self._kept.first(numbers)
+            if first.numel():
+                old = rows[first]
+                self._kept.keep(numbers[first], [each.index_select(0, old) for each in self._memory])
 
     def _numbers(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return numbers of rows among those that were in use, and a mask of the rows that were: [n], [n]."""
@@ -78,7 +79,9 @@ class StoreSnapshot:
             part = rows[start : start + _CHUNK_ROWS]
             with self._lock:
                 lines = [each.index_select(0, part) for each in self._memory]
-                self._kept.put(self._numbers(part)[0], lines)
+                copied = self._kept.take()
+            self._kept.put(self._numbers(part)[0], lines, copied)
+            give_way()
             for whole, each in zip(found, lines, strict=True):
                 whole[start : start + part.numel()] = each
         return found

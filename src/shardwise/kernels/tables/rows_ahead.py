@@ -21,7 +21,7 @@ Shapes: R rows, n rows of one call.
 import numpy as np
 import torch
 
-from shardwise.kernels.tables.compiled import loop
+from shardwise.kernels.tables.compiled import has_numba, loop
 from shardwise.kernels.tables.slab import reserve
 
 LIVE = np.uint8(1)
@@ -224,6 +224,15 @@ class RowsAhead:
         self._finished += 1
         self._bucket_of[rows] = self._first
         return rows if is_enough else None
+
+
+def compile_loops() -> None:
+    """Compile the loops of this module, so that no later step waits for them."""
+    if has_numba():
+        none, few, one = np.empty(0, np.int64), np.empty(0, np.uint8), np.zeros(1, np.int64)
+        of = np.empty(0, np.int32)
+        _place(none, True, none, none, few, of, 1, one, one, none, np.empty(0, np.int16))
+        _read(none, 1, none, none, few, of, 0, 0, none, none)
 
 
 def _reserved(room: int) -> np.ndarray:

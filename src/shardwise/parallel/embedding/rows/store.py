@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardwise.comm.collectives import Group
 from shardwise.kernels import philox
+from shardwise.kernels.tables import hash_index, kept_rows
 from shardwise.kernels.tables.rounding import row_ids, word_of
 from shardwise.kernels.tables.row_rules import RowwiseAdagrad
 from shardwise.kernels.tables.unique import unique
@@ -87,6 +88,9 @@ class RowStore:
         self._gradients = RowGradients(len(tables.columns(group.index)), tables.is_dynamic, group.size == 1)
         self.faults = DiskFaults()
         """An error of the disk that the other ranks have not been told yet."""
+        kept_rows.compile_loops()
+        if tables.is_dynamic:
+            hash_index.compile_loops()
         self._steps = 0
         self.stood: Tensor | None = None
         """Step up to which each row is updated, for an exact Adam on a device; the host needs the steps. int32 [rows].
