@@ -51,9 +51,11 @@ class Row(NamedTuple):
 
     ranks: int
     placement: str
+    is_exact: bool = True
+    """True if one table has an exact Adam, so that steps wait for saves; False if they go on beside a save."""
 
 
-ROWS = (Row(1, "auto"), Row(2, "row"), Row(2, "data_parallel"), Row(2, "column"))
+ROWS = (Row(1, "auto"), Row(2, "row"), Row(2, "data_parallel"), Row(2, "column"), Row(2, "row", False))
 
 
 class TierStriker(Striker):
@@ -102,7 +104,8 @@ def life(world: World, row: Row, folder: Path, place: Place | None) -> str:
         striker = TierStriker(place, folder)
         striker.install()
     disk = folder / "disk"
-    engine = build(world, row.placement, disk if disk.exists() else None)
+    model = {} if row.is_exact else {"dtype": "fp32"}
+    engine = build(world, row.placement, disk if disk.exists() else None, model=model)
     if (folder / "steps").exists():
         engine.load(folder / "steps")
     for step in range(engine.step_count, STEPS):
@@ -165,7 +168,7 @@ def losses_of(folder: Path) -> dict[int, str]:
 @cache
 def untouched(row: Row, home: Path) -> tuple[dict[int, str], list[str]]:
     """Losses and digests of tables that fit."""
-    folder = home / f"plain {row.ranks} {row.placement}"
+    folder = home / f"plain {row.ranks} {row.placement} {row.is_exact}"
     folder.mkdir()
     ended = lived(row, folder)
     assert ended.digests, ended.said
@@ -183,7 +186,7 @@ def one_place(seed: int, home: Path) -> dict[str, Any]:
         struck = (folder / "struck").exists()
         found = {
             "seed": seed,
-            "row": row.placement,
+            **row._asdict(),
             **place._asdict(),
             "struck": struck,
             "said": ended.said[:500],
@@ -232,7 +235,7 @@ def main() -> int:
             counts["ended" if found["ended"] else "failed and resumed"] += found["struck"]
         except (AssertionError, TimeoutError):
             row, place = place_of(seed)
-            found = {"seed": seed, "row": row.placement, **place._asdict(), "passed": False}
+            found = {"seed": seed, **row._asdict(), **place._asdict(), "passed": False}
             found["why"] = traceback.format_exc()
             failed += 1
         found["seconds"] = round(time.monotonic() - began, 2)

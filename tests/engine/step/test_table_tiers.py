@@ -1,14 +1,21 @@
 """Engines whose tables have only some rows in memory: the numbers of tables that fit, with rows read ahead and without,
 through saves, loads by other engines, evaluations, and steps that are given up."""
 
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor
 
 import shardwise
+from shardwise.base.ragged import Ragged
 from shardwise.comm.world import World
 from shardwise.plan.action import Kind
+from shardwise.tiers.cache_snapshot import CacheSnapshot, LineMemory
 from shardwise.tiers.row_tiers import RowTiersPolicy
 from tests.engine import tiers_net
 from tests.engine.step.test_keys_ahead import COPIES, MIXED, loader_of
@@ -118,6 +125,77 @@ def test_a_checkpoint_holds_all_rows(ranks: Any, tmp_path: Path) -> None:
     disk.mkdir()
     ranks(1).run(life, MIXED, str(disk), 1, 1, 12, saved)
     assert ranks(2).run(go_on, COPIES, None, saved) == ranks(2).run(go_on, COPIES, str(disk), saved)
+
+
+PARTS = 12
+"""Steps in which each row of the tables comes once."""
+
+
+def part_of(step: int, world: World) -> dict[str, Any]:
+    """This rank's samples of a step, which have a PARTS-th of all keys."""
+    keys = torch.arange(tiers_net.ROWS).view(PARTS, -1)[step % PARTS][world.rank :: world.size, None]
+    sparse = {
+        name: Ragged.of_lists((keys + each).remainder(tiers_net.ROWS).tolist())
+        for each, name in enumerate(NAMES)
+    }
+    return {"sparse": sparse, "labels": (keys[:, 0] % 3 == 0).float()}
+
+
+NAMES = ("large", "grows", "exact")
+
+
+def trained_parts(engine: Any, world: World, first: int, stop: int) -> list[float]:
+    return [float(engine.train_step([part_of(step, world)]).loss) for step in range(first, stop)]
+
+
+def saved_beside_steps(world: World, placement: str, home: str) -> None:
+    """The thread that writes a step may read a window of rows only when another step is over."""
+    model: Mapping[str, Any] = {"dtype": "fp32"}  # without an exact Adam, whose saves steps wait for
+    may_read, read = threading.Semaphore(0), CacheSnapshot.read
+    windows = 0
+
+    def wait_and_read(snapshot: CacheSnapshot, rows: Tensor, memory: LineMemory) -> None:
+        nonlocal windows
+        assert may_read.acquire(timeout=60)
+        windows += 1
+        read(snapshot, rows, memory)
+
+    with tiers_net.small_segments(), patch.object(CacheSnapshot, "read", wait_and_read):
+        engine = tiers_net.build(world, placement, Path(home) / "disk", model=model)
+        losses = trained_parts(engine, world, 0, PARTS)
+        engine.save(f"{home}/saved", asynchronous=True)
+        for step in range(PARTS, 2 * PARTS):
+            losses += trained_parts(engine, world, step, step + 1)
+            assert "shardwise-save" in [each.name for each in threading.enumerate()]
+            may_read.release()
+        assert windows > PARTS // 2, "rows are read beside the steps"
+        may_read.release(10_000)
+        engine.wait_for_save()
+        losses += trained_parts(engine, world, 2 * PARTS, 2 * PARTS + 3)
+        after = tiers_net.state_of(engine)
+        engine.close()
+    plain = tiers_net.build(world, placement, None, model=model)
+    assert losses[:PARTS] == trained_parts(plain, world, 0, PARTS)
+    expected = tiers_net.state_of(plain)
+    assert losses[PARTS:] == trained_parts(plain, world, PARTS, 2 * PARTS + 3)
+    assert tiers_net.is_same(after, tiers_net.state_of(plain)), "a save changes no later step"
+    plain.close()
+    loaded = tiers_net.build(world, placement, None, model=model)
+    loaded.load(f"{home}/saved")
+    assert tiers_net.is_same(tiers_net.state_of(loaded), expected), "the save holds its own step"
+    loaded.close()
+
+
+@pytest.mark.parametrize(
+    ("size", "placement"),
+    [
+        (2, "row"),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in ((1, "auto"), (2, "table"), (4, "row"))),
+    ],
+)
+def test_every_row_changes_while_it_is_saved(ranks: Any, tmp_path: Path, size: int, placement: str) -> None:
+    (tmp_path / "disk").mkdir()
+    ranks(size).run(saved_beside_steps, placement, str(tmp_path))
 
 
 class Layout(NamedTuple):
