@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from shardwise.comm.rendezvous import process
 from shardwise.comm.rendezvous.process import (
     WATCHING,
     ProcessHeartbeat,
@@ -100,6 +103,32 @@ def test_bytes_that_the_watch_reads_are_no_work() -> None:
             zeros.read(1 << 20)
         if counts:
             WATCHING.add(0.0, bytes_of(os.getpid(), threading.get_native_id()) - before)
+        beat.look()
+        assert (beat.moved_s > before_s) == moves
+    stuck.set()
+    thread.join()
+
+
+def test_a_thread_that_a_signal_has_woken_does_not_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request for the stack of a lock's waiter made a hang look like slow work, beside many other processes."""
+    stuck, begun = threading.Event(), threading.Event()
+    natives: list[int] = []
+
+    def hang() -> None:
+        natives.append(threading.get_native_id())
+        begun.set()
+        stuck.wait()
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    begun.wait()
+    time.sleep(0.2)
+    beat = ProcessHeartbeat(thread.ident, natives[0])
+    states = iter("SRSRR")
+    monkeypatch.setattr(process, "state_of", lambda *given: next(states))
+    beat.look()
+    before_s = beat.moved_s
+    for moves in (False, False, False, True):
         beat.look()
         assert (beat.moved_s > before_s) == moves
     stuck.set()

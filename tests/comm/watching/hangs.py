@@ -30,7 +30,9 @@ from tests.ranks import RankPool
 
 HANGS_AT = 5
 """Step in which the rank hangs."""
-_FOREVER_S = 600
+NAMED_S = 30.0
+"""Seconds after the beginning of a hang in which the doctor must name it."""
+_FOREVER_S, _STARTED_S = 600, 180.0
 
 
 def stopped() -> None:
@@ -97,7 +99,7 @@ CONFIGS_OF_HOSTS: dict[str, dict[str, Any]] = {
 
 
 def hanging(
-    world: World | None, way: str, who: int, config: dict[str, Any], folder: str, silent_s: float
+    world: World | None, way: str, who: int, config: dict[str, Any], folder: str, mark: str, silent_s: float
 ) -> None:
     """Train until rank ``who`` hangs.
 
@@ -108,6 +110,7 @@ def hanging(
         who: Rank that hangs.
         config: Keys of the run.
         folder: Folder of the rings; "": the one that ranks have without any setting.
+        mark: File that rank ``who`` makes just before it hangs.
         silent_s: Seconds after which the watch looks at a silent rank.
     """
     watch.SILENT_S = silent_s
@@ -121,6 +124,8 @@ def hanging(
     batches: Iterator[Any] = iter([])
     for step in range(1, HANGS_AT + 3):
         is_odd = step == HANGS_AT and engine.world.rank == who
+        if is_odd:
+            Path(mark).touch()
         if is_odd and way in IN_FORWARD:
             for layer in net:
                 layer.hang = IN_FORWARD[way]
@@ -166,33 +171,38 @@ def trial(
     silent_s: float = watch.SILENT_S,
 ) -> tuple[JobVerdict, JobVerdict]:
     """Return the verdicts on the job while it hangs and after all of its ranks are killed; the pool is lost."""
-    caller = threading.Thread(
-        target=lambda: _ignored(pool, way, who, config, str(folder), silent_s), daemon=True
-    )
+    mark = folder.with_suffix(".hangs")
+    given = (way, who, config, str(folder), str(mark), silent_s)
+    caller = threading.Thread(target=lambda: _ignored(pool, *given), daemon=True)
     caller.start()
     rings_of(folder, pool.size)
-    found = verdicts(folder, identity("").host, after_s, lambda: kill(pool.pids))
+    found = verdicts(folder, identity("").host, mark, after_s, lambda: kill(pool.pids))
     caller.join(10)
     return found
 
 
 def verdicts(
-    folder: Path, host: str, after_s: float, end: Callable[[], None]
+    folder: Path, host: str, mark: Path, after_s: float, end: Callable[[], None]
 ) -> tuple[JobVerdict, JobVerdict]:
     """Return the verdicts on a job that hangs, and on the same job after ``end`` has killed its ranks.
 
     Args:
         folder: Folder of the rings.
         host: Host on which the doctor runs, as in ``RankIdentity.host``.
-        after_s: Seconds after which the doctor is asked.
+        mark: File that the rank makes just before it hangs.
+        after_s: Seconds after that at which the doctor is asked. It is asked again while it sees nothing, and must
+            have seen the hang ``NAMED_S`` seconds after the hang began.
         end: Function that kills the ranks.
     """
-    until_s = time.monotonic() + after_s
-    while time.monotonic() < until_s:
-        time.sleep(0.2)
+    until_s = time.monotonic() + _STARTED_S
+    while not mark.exists():
+        assert time.monotonic() < until_s, f"no rank hangs after {_STARTED_S} s"
+        time.sleep(0.05)
+    since_s = time.monotonic()
+    time.sleep(after_s)
     alive = inquire(folder, host, {})
-    while alive.state in ("running", "slow") and time.monotonic() < until_s + 30 - after_s:
-        alive = inquire(folder, host, {})  # on a busy machine the ranks may hang later than asked
+    while alive.state in ("running", "slow") and time.monotonic() < since_s + NAMED_S:
+        alive = inquire(folder, host, {})
     end()
     return alive, inquire(folder, host, {})
 
@@ -208,7 +218,7 @@ def kill(pids: Sequence[int]) -> None:
         time.sleep(0.05)
 
 
-def rings_of(folder: Path, ranks: int, patience_s: float = 180.0) -> list[RankRing]:
+def rings_of(folder: Path, ranks: int, patience_s: float = _STARTED_S) -> list[RankRing]:
     """Wait until all ranks of a job have rings, and return these."""
     end = time.monotonic() + patience_s
     while len(list(folder.glob("rank_*.ring"))) < ranks:
@@ -226,6 +236,7 @@ def trial_on_hosts(
     folder: Path,
     after_s: float,
     asked_on: int,
+    port: int,
 ) -> tuple[JobVerdict, JobVerdict]:
     """Return the verdicts on a job of two ranks on each host, while it hangs and after all ranks are killed.
 
@@ -237,17 +248,19 @@ def trial_on_hosts(
         folder: Folder of the rings.
         after_s: Seconds after which the doctor is asked.
         asked_on: Number of the host on which the doctor runs; one more than there are: a host without ranks.
+        port: Port of the job's store.
     """
-    given = (way, who, config, str(folder), watch.SILENT_S)
+    mark = folder.with_suffix(".hangs")
+    given = (way, who, config, str(folder), str(mark), watch.SILENT_S)
+    env = {"SHARDWISE_SECRET": "of all hosts", "MASTER_PORT": str(port)}
     caller = threading.Thread(
-        target=lambda: call_on(hosts, hanging_by_variables, *given, each=2, SHARDWISE_SECRET="of all hosts"),
-        daemon=True,
+        target=lambda: call_on(hosts, hanging_by_variables, *given, each=2, **env), daemon=True
     )
     caller.start()
     rings = rings_of(folder, 2 * len(hosts))
     names = [*dict.fromkeys(ring.host for ring in rings), "a host without ranks"]
     assert len(names) == len(hosts) + 1
-    found = verdicts(folder, names[asked_on], after_s, lambda: kill([ring.pid for ring in rings]))
+    found = verdicts(folder, names[asked_on], mark, after_s, lambda: kill([ring.pid for ring in rings]))
     caller.join(20)
     return found
 
@@ -268,7 +281,8 @@ def trial_by(
     runtime.mkdir(mode=0o700)
     script = runtime / "train.py"
     script.write_text(SCRIPT)
-    (runtime / "given.json").write_text(json.dumps([way, who, config, "", watch.SILENT_S]))
+    mark = runtime / "hangs"
+    (runtime / "given.json").write_text(json.dumps([way, who, config, "", str(mark), watch.SILENT_S]))
     root = Path(__file__).parents[3]
     paths = [str(root), str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {
@@ -283,7 +297,7 @@ def trial_by(
         )
     try:
         places = runtime / "shardwise" / "flight"
-        end = time.monotonic() + 180
+        end = time.monotonic() + _STARTED_S
         while not any(places.glob("*/rank_*.ring")):
             assert job.poll() is None and time.monotonic() < end, (runtime / "output").read_text()
             time.sleep(0.1)
@@ -291,7 +305,7 @@ def trial_by(
         rings = rings_of(folder, 2)
         # The launcher first: it would end the ranks by itself.
         pids = [job.pid, *(ring.pid for ring in rings)]
-        return verdicts(folder, identity("").host, after_s, lambda: kill(pids))
+        return verdicts(folder, identity("").host, mark, after_s, lambda: kill(pids))
     finally:
         job.kill()
         job.wait()

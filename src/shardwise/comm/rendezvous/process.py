@@ -1,7 +1,9 @@
 """Observation of a process without its cooperation: its threads' stacks from inside, the kernel's data from outside.
 
 A watched thread *moves* while its stack changes, or while its process and its descendants compute, read or write
-anything; a debugger that holds it counts as moving.
+anything; a debugger that holds it counts as moving. A thread that runs, or waits for a disk, at two looks in a row
+moves, too. One look says nothing: the signal that requests the stack of a sleeping thread (stack_file.py) lets it run
+for a moment, and on a busy machine it waits for a processor longer than it runs.
 """
 
 import faulthandler
@@ -51,6 +53,8 @@ class ProcessHeartbeat:
         self._place: list[ThreadCall] = []
         self._seconds = 0.0
         self._bytes = 0
+        self._runs = False
+        """True if the watched thread ran, or waited for a disk, at the last look."""
         self.moved_s = time.monotonic()
 
     def calls(self) -> "list[ThreadCall]":
@@ -69,12 +73,8 @@ class ProcessHeartbeat:
         computed = time.process_time() - WATCHING.seconds + seconds_of_children(os.getpid())
         now = (place, computed, bytes_of(os.getpid()) - WATCHING.bytes)
         worked = now[1] - self._seconds > _WORK_S or now[2] - self._bytes > _WORK_BYTES
-        if (
-            now[0] != self._place
-            or worked
-            or is_debugged
-            or state_of(os.getpid(), self._native_id) in ("R", "D")
-        ):
+        ran, self._runs = self._runs, state_of(os.getpid(), self._native_id) in ("R", "D")
+        if now[0] != self._place or worked or is_debugged or (ran and self._runs):
             self._place, self._seconds, self._bytes = now
             self.moved_s = time.monotonic()
 
