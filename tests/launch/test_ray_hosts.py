@@ -8,41 +8,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.comm.rendezvous.besieged import SECRET, check_strangers
+from tests.comm.rendezvous.besieged import SECRET
 from tests.launch.curves import CURVES, TRAIN, check_curve, curve_alone
-from tests.launch.cuts import (
-    DrawnCut,
-    DrawnFailure,
-    check_failure,
-    drawn_failures,
-    popen,
-    seconds_until_gone,
-)
+from tests.launch.cuts import DrawnFailure, drawn_failures, popen
+from tests.launch.schedulers import ScheduledHosts
 from tests.launch.test_ssh_hosts import HOSTILE, PROGRAM
-from tests.namespaces import NamespaceHost, namespaces
-
-from shardwise.launch.processes import of_job
+from tests.namespaces import namespaces
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 
-class RayCluster:
+class RayCluster(ScheduledHosts):
     """Two nodes of Ray with two processors each."""
 
-    def __init__(self, hosts: list[NamespaceHost], folder: Path) -> None:
-        self.hosts, self.folder = hosts, folder
-
-    def command(self, text: str, *words: str, ranks: int = 2) -> list[str]:
-        for path in (*self.folder.glob("job.*"), *self.folder.glob("rank.*")):
-            path.unlink()
-        (self.folder / "program.py").write_text(text)
-        return self.launch(*words, ranks=ranks)
-
-    def launch(self, *words: str, ranks: int = 2) -> list[str]:
+    def command(self, *words: str, ranks: int = 2) -> list[str]:
         """Return the command that runs the program that was written."""
         launch = [sys.executable, "-m", "shardwise", "launch", "--launcher", "ray", "--ranks", str(ranks)]
         address = f"--launcher_args=--address {self.hosts[0].address}:6379"
@@ -50,17 +32,14 @@ class RayCluster:
         return self.hosts[1].command(*launch, address, str(self.folder / "program.py"), *words)
 
     def run(self, text: str, *words: str, code: int = 0, ranks: int = 2) -> str:
-        command = self.command(text, *words, ranks=ranks)
+        self.write(text)
+        command = self.command(*words, ranks=ranks)
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=self.folder)
         assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
         return done.stdout + done.stderr
 
     def begin(self) -> "subprocess.Popen[str]":
-        """Start the job of the program that was written."""
-        return popen(self.launch(), cwd=self.folder)
-
-    def left_over(self) -> list[int]:
-        return [pid for path in self.folder.glob("job.*") for pid in of_job(path.name.removeprefix("job."))]
+        return popen(self.command(), cwd=self.folder)
 
 
 @pytest.fixture(scope="module")
@@ -122,28 +101,18 @@ def test_the_first_failure_of_another_node_is_shown_first(cluster: RayCluster) -
 
 def test_a_thousand_strangers_do_not_stop_a_job(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWISE_SECRET", SECRET)
-    check_strangers(cluster.hosts, cluster.folder, lambda _: [cluster.begin()])
+    cluster.check_strangers()
 
 
 @pytest.mark.parametrize("failure", [*drawn_failures(4, ["ray"])], ids=lambda each: each.kind)
 def test_a_drawn_failure_of_another_node_is_shown_first(cluster: RayCluster, failure: DrawnFailure) -> None:
-    name = cluster.hosts[1].address
-    print(f"{check_failure(cluster, failure, lambda _: cluster.begin(), name):.2f} s")
+    cluster.check_failure(failure, cluster.hosts[1].address)
 
 
 def test_no_rank_outlives_the_launcher(cluster: RayCluster) -> None:
-    command = cluster.command(PROGRAM + "time.sleep(600)\n")
-    job = subprocess.Popen(command, cwd=cluster.folder, stderr=subprocess.PIPE)
-    end = time.monotonic() + 60
-    while len(list(cluster.folder.glob("rank.*"))) < 4:
-        assert job.poll() is None and time.monotonic() < end, job.communicate()
-        time.sleep(0.02)
+    job = cluster.start(PROGRAM + "time.sleep(600)\n")
     job.kill()
-    since = time.monotonic()
-    while cluster.left_over():
-        assert time.monotonic() < since + 8, cluster.left_over()
-        time.sleep(0.02)
-    print(f"gone after {time.monotonic() - since:.2f} s")
+    cluster.check_gone()
     job.communicate()
 
 
@@ -155,8 +124,4 @@ def test_more_ranks_than_a_node_has_are_refused(cluster: RayCluster) -> None:
 
 def test_no_rank_outlives_the_cable(cluster: RayCluster) -> None:
     """The last test: Ray takes a node that was away for lost."""
-    cut = DrawnCut("ray", "cable", 0, signal.SIGKILL, "step", 0.5)
-    took = seconds_until_gone(
-        cluster, cut, lambda _: cluster.begin(), lambda cut, _: cluster.hosts[cut.host].cut()
-    )
-    print(f"gone after {took:.2f} s")
+    cluster.check_cable("ray", 0)

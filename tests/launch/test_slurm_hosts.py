@@ -8,24 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.comm.rendezvous.besieged import SECRET, check_strangers
+from tests.comm.rendezvous.besieged import SECRET
 from tests.launch.curves import CURVES, TRAIN, check_curve, curve_alone
-from tests.launch.cuts import (
-    DrawnCut,
-    DrawnFailure,
-    check_failure,
-    drawn_failures,
-    popen,
-    seconds_until_gone,
-)
+from tests.launch.cuts import DrawnFailure, drawn_failures, popen
+from tests.launch.schedulers import ScheduledHosts
 from tests.launch.test_ssh_hosts import HOSTILE, PROGRAM
 from tests.namespaces import NamespaceHost, namespaces
-
-from shardwise.launch.processes import of_job
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "salloc", "sbatch", "munged")
@@ -56,27 +47,23 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-class SlurmCluster:
+class SlurmCluster(ScheduledHosts):
     """Two hosts under a SLURM controller that runs on the first."""
 
-    def __init__(self, hosts: list[NamespaceHost], folder: Path) -> None:
-        self.hosts, self.folder = hosts, folder
-        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of SLURM's programs."""
+        return os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def launch(self, text: str, *words: str, options: tuple[str, ...] = ()) -> list[str]:
-        for path in (*self.folder.glob("job.*"), *self.folder.glob("rank.*")):
-            path.unlink()
-        (self.folder / "program.py").write_text(text)
-        return self.command(*words, options=options)
-
-    def command(self, *words: str, options: tuple[str, ...] = ()) -> list[str]:
+    def command(self, *words: str) -> list[str]:
         """Return the command that runs the program that was written."""
         allocation = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2"]
-        launch = [sys.executable, "-m", "shardwise", "launch", "--launcher", "slurm", *options]
+        launch = [sys.executable, "-m", "shardwise", "launch", "--launcher", "slurm"]
         return self.hosts[0].command(*allocation, *launch, str(self.folder / "program.py"), *words)
 
-    def run(self, text: str, *words: str, code: int = 0, options: tuple[str, ...] = ()) -> str:
-        done = self.call(self.launch(text, *words, options=options))
+    def run(self, text: str, *words: str, code: int = 0) -> str:
+        self.write(text)
+        done = self.call(self.command(*words))
         assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
         return done.stdout + done.stderr
 
@@ -85,24 +72,8 @@ class SlurmCluster:
             command, capture_output=True, text=True, timeout=150, cwd=self.folder, env=self.environment
         )
 
-    def start(self, text: str) -> "subprocess.Popen[str]":
-        pipe = subprocess.PIPE
-        command = self.launch(text)
-        job = subprocess.Popen(
-            command, stdout=pipe, stderr=pipe, text=True, cwd=self.folder, env=self.environment
-        )
-        end = time.monotonic() + 60
-        while len(list(self.folder.glob("rank.*"))) < 4:
-            assert job.poll() is None and time.monotonic() < end, job.communicate()
-            time.sleep(0.02)
-        return job
-
-    def begin(self, **more: str) -> "subprocess.Popen[str]":
-        """Start the job of the program that was written."""
-        return popen(self.command(), cwd=self.folder, env=self.environment | more)
-
-    def left_over(self) -> list[int]:
-        return [pid for path in self.folder.glob("job.*") for pid in of_job(path.name.removeprefix("job."))]
+    def begin(self) -> "subprocess.Popen[str]":
+        return popen(self.command(), cwd=self.folder, env=self.environment)
 
 
 @pytest.fixture(scope="module")
@@ -172,13 +143,16 @@ def test_the_first_failure_of_another_host_is_shown_first(cluster: SlurmCluster)
     assert not cluster.left_over()
 
 
-def test_a_thousand_strangers_do_not_stop_a_job(cluster: SlurmCluster) -> None:
-    check_strangers(cluster.hosts, cluster.folder, lambda _: [cluster.begin(SHARDWISE_SECRET=SECRET)])
+def test_a_thousand_strangers_do_not_stop_a_job(
+    cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_SECRET", SECRET)
+    cluster.check_strangers()
 
 
 @pytest.mark.parametrize("failure", [*drawn_failures(4, ["slurm"])], ids=lambda each: each.kind)
 def test_a_drawn_failure_of_another_host_is_shown_first(cluster: SlurmCluster, failure: DrawnFailure) -> None:
-    print(f"{check_failure(cluster, failure, lambda _: cluster.begin(), 'node2'):.2f} s")
+    cluster.check_failure(failure, "node2")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -191,11 +165,7 @@ def test_no_rank_outlives_the_launcher(cluster: SlurmCluster, number: signal.Sig
     launchers = [int(pid) for pid in found.stdout.split() if _name(int(pid)) == "python"]
     assert len(launchers) == 1
     os.kill(launchers[0], number)
-    since = time.monotonic()
-    while cluster.left_over():
-        assert time.monotonic() < since + 8, cluster.left_over()
-        time.sleep(0.02)
-    print(f"{number.name}: gone after {time.monotonic() - since:.2f} s")
+    cluster.check_gone()
     job.communicate(timeout=30)
 
 
@@ -214,9 +184,7 @@ def test_a_batch_script_saves_before_its_limit(cluster: SlurmCluster) -> None:
         + ["--ranks", "2", str(cluster.folder / "program.py")]
     )
     assert "#SBATCH --requeue" in rendered.stdout and "--signal=TERM@120" in rendered.stdout, rendered
-    for path in (*cluster.folder.glob("job.*"), *cluster.folder.glob("rank.*")):
-        path.unlink()
-    (cluster.folder / "program.py").write_text(text)
+    cluster.write(text)
     (cluster.folder / "batch.sh").write_text(rendered.stdout)
     sent = cluster.call(cluster.hosts[0].command("sbatch", "--parsable", "--output=batch.log", "batch.sh"))
     number = sent.stdout.strip()
@@ -238,8 +206,4 @@ def test_a_batch_script_saves_before_its_limit(cluster: SlurmCluster) -> None:
 
 def test_no_rank_outlives_the_cable(cluster: SlurmCluster) -> None:
     """The last test: the controller has to find the node again."""
-    cut = DrawnCut("slurm", "cable", 1, signal.SIGKILL, "step", 0.5)
-    took = seconds_until_gone(
-        cluster, cut, lambda _: cluster.begin(), lambda cut, _: cluster.hosts[cut.host].cut()
-    )
-    print(f"gone after {took:.2f} s")
+    cluster.check_cable("slurm", 1)
