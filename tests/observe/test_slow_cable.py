@@ -1,6 +1,8 @@
 """A cable that is 1.3 times as slow is named with the phase ``waiting`` within 20 steps: ``make soak``, as root.
 
-Two network namespaces of two ranks; every rank's bytes share its host's cable.
+Two network namespaces of two ranks; every rank's bytes share its host's cable. The four ranks share the processors of
+this machine with each other and with every other program, so a rank may really compute more slowly than the others for
+some steps, and is then named, too: what is judged here is what is said of cables.
 """
 
 import random
@@ -79,10 +81,16 @@ def _limit(device: str, mbit: float) -> None:
     subprocess.run(["tc", "qdisc", "replace", "dev", device, "root", *shape], check=True)
 
 
-def named_by_plant(found: Sequence[Named], plants: int) -> list[list[Named]]:
-    """Return what was named from each plant on, those before the first plant first."""
+def cables_of(found: Sequence[Named]) -> list[Named]:
+    """Return the cables that were named, after printing how often a rank was named for its own work."""
+    print(f"{sum(each.phase != 'waiting' for each in found)} times a rank was named for its own work")
+    return [each for each in found if each.phase == "waiting"]
+
+
+def cables_named_by_plant(found: Sequence[Named], plants: int) -> list[list[Named]]:
+    """Return the cables that were named from each plant on, those before the first plant first."""
     rows: list[list[Named]] = [[] for _ in range(plants + 1)]
-    for each in found:
+    for each in cables_of(found):
         after = each.step - STEPS_BETWEEN - 1
         rows[0 if after < 0 else 1 + after // (STEPS_TO_NAME + STEPS_BETWEEN)].append(each)
     return rows
@@ -97,11 +105,13 @@ def test_a_slow_cable_is_named_within_20_steps(monkeypatch: pytest.MonkeyPatch) 
     with namespaces() as hosts:
         results = call_on(hosts, trained_over_cables, plants, each=2, SHARDWISE_SECRET="of both")
     assert all(each == results[0] and isinstance(each, list) for each in results), results
-    before, *rows = named_by_plant(results[0], len(plants))
+    before, *rows = cables_named_by_plant(results[0], len(plants))
     print(before, *zip(plants, rows, strict=True), sep="\n")
     right = [
-        len(row) == 1 and (row[0].rank // 2, row[0].phase) == (host, "waiting")
-        for host, row in zip(plants, rows, strict=True)
+        len(row) == 1
+        and row[0].rank // 2 == host
+        and row[0].step <= STEPS_BETWEEN + number * (STEPS_TO_NAME + STEPS_BETWEEN) + STEPS_TO_NAME + 1
+        for number, (host, row) in enumerate(zip(plants, rows, strict=True))
     ]
     assert not before
     assert sum(right) >= 0.95 * len(plants), rows
@@ -116,4 +126,5 @@ def test_equal_cables_name_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     with namespaces() as hosts:
         results = call_on(hosts, trained_over_cables, plants, each=2, SHARDWISE_SECRET="of both")
     print(results[0])
-    assert results == [[]] * 4
+    assert all(each == results[0] and isinstance(each, list) for each in results), results
+    assert not cables_of(results[0])
