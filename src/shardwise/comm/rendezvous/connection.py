@@ -35,6 +35,7 @@ from shardwise.comm.rendezvous import gate
 from shardwise.comm.rendezvous.address import HostRoute, family_of, listed, own_addresses
 from shardwise.comm.rendezvous.gate import DialRelay, GateRefused, Place
 from shardwise.comm.rendezvous.handshake import identity
+from shardwise.comm.rendezvous.process import SERVING
 from shardwise.comm.rendezvous.seat import LOOPBACK, JobSeat
 from shardwise.comm.rendezvous.store import missing_keys
 
@@ -329,10 +330,16 @@ def _run_relay(listener: socket.socket, place: Place, secret: bytes, in_thread: 
     listener.listen(_BACKLOG)
     if in_thread:
         relay = DialRelay(listener, os.getpid(), place, secret)
-        threading.Thread(target=relay.run, name="shardwise-store", daemon=True).start()
+        threading.Thread(target=_serve, args=(relay,), name="shardwise-store", daemon=True).start()
         return
     with listener:
         _start([listener], {"is_gate": False, "place": place, "key": ""}, secret)
+
+
+def _serve(relay: DialRelay) -> None:
+    """Run a relay in the calling thread, which does no work of this process (process.py)."""
+    SERVING.add(threading.get_native_id())
+    relay.run()
 
 
 def _start(listeners: Sequence[socket.socket], given: Mapping[str, Any], secret: bytes) -> int:

@@ -1,11 +1,13 @@
 """Observation of a process without its cooperation: its threads' stacks from inside, the kernel's data from outside.
 
 A watched thread *moves* while its stack changes, or while its process and its descendants compute, read or write
-anything; a debugger that holds it counts as moving. A thread that runs, or waits for a disk, at two looks in a row
+anything. Threads that serve other processes do not count: rank 0 has the job's store, which the others ask who hangs. A
+debugger that holds it counts as moving. A thread that runs, or waits for a disk, at two looks in a row
 moves, too. One look says nothing: the signal that requests the stack of a sleeping thread (stack_file.py) lets it run
 for a moment, and on a busy machine it waits for a processor longer than it runs.
 """
 
+import contextlib
 import faulthandler
 import linecache
 import os
@@ -43,6 +45,46 @@ class WatchingTime:
 WATCHING = WatchingTime()
 """Time and bytes of all watches of this process."""
 
+_SERVERS = ("pt_tcpstore", "gloo_tcp_loop")
+"""Beginnings of the names of torch's threads that serve other processes."""
+
+
+class ServingThreads:
+    """Threads that serve other processes while this one may hang: they carry the questions of the other ranks.
+
+    Their processor time and bytes are no work of this process. torch's threads are found by their names.
+    """
+
+    def __init__(self) -> None:
+        self._serves: dict[int, bool] = {}
+        """True for a thread that serves, by its number."""
+        self._used: dict[int, tuple[float, int]] = {}
+        """Processor seconds and bytes of each thread that serves; what a thread used stays when it has ended."""
+
+    def add(self, native_id: int) -> None:
+        """Count a thread of this process as one that serves."""
+        self._serves[native_id] = True
+
+    def used(self) -> tuple[float, int]:
+        """Return the processor seconds and the bytes of all threads that serve."""
+        pid = os.getpid()
+        for task in Path(f"/proc/{pid}/task").glob("*"):
+            number = int(task.name)
+            if number not in self._serves:
+                with contextlib.suppress(OSError):
+                    self._serves[number] = (task / "comm").read_text().startswith(_SERVERS)
+            if self._serves.get(number):
+                before_s, before = self._used.get(number, (0.0, 0))
+                self._used[number] = (
+                    max(seconds_of(pid, number), before_s),
+                    max(bytes_of(pid, number), before),
+                )
+        return sum(each for each, _ in self._used.values()), sum(each for _, each in self._used.values())
+
+
+SERVING = ServingThreads()
+"""Threads of this process that serve others."""
+
 
 class ProcessHeartbeat:
     """Time at which this process last made progress."""
@@ -70,8 +112,9 @@ class ProcessHeartbeat:
         """Update the time of the last progress; called once a tick."""
         place = self.calls()
         is_debugged = any(call.file.endswith(("bdb.py", "pdb.py")) for call in place)
-        computed = time.process_time() - WATCHING.seconds + seconds_of_children(os.getpid())
-        now = (place, computed, bytes_of(os.getpid()) - WATCHING.bytes)
+        served_s, served = SERVING.used()
+        computed = time.process_time() - WATCHING.seconds - served_s + seconds_of_children(os.getpid())
+        now = (place, computed, bytes_of(os.getpid()) - WATCHING.bytes - served)
         worked = now[1] - self._seconds > _WORK_S or now[2] - self._bytes > _WORK_BYTES
         ran, self._runs = self._runs, state_of(os.getpid(), self._native_id) in ("R", "D")
         if now[0] != self._place or worked or is_debugged or (ran and self._runs):
@@ -151,9 +194,9 @@ def has_ended(pid: int) -> bool:
     return state_of(pid) in ("Z", "X")
 
 
-def seconds_of(pid: int) -> float:
-    """Return the processor seconds of a process and its threads."""
-    found = _fields(pid)
+def seconds_of(pid: int, thread: int | None = None) -> float:
+    """Return the processor seconds of a process and its threads, or of one of its threads."""
+    found = _fields(pid, thread)
     return (int(found[11]) + int(found[12])) / os.sysconf("SC_CLK_TCK") if found else 0.0
 
 
