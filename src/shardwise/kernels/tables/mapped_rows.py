@@ -48,14 +48,14 @@ class TableKeys:
 
     @property
     def are_distinct(self) -> bool:
-        """Whether no key occurs twice."""
+        """True if no key occurs twice."""
         return not bool(
             (self.keys[1:] == self.keys[:-1]).any()
         )  # equal keys have equal hashes: they are neighbours
 
     @property
     def are_all(self) -> bool:
-        """Whether the keys are the numbers from 0 to M - 1, each of them once."""
+        """True if the keys are the numbers from 0 to M - 1, each of them once."""
         inside = not self.keys.size or (self.keys.min() == 0 and self.keys.max() == self.keys.size - 1)
         return bool(inside) and self.are_distinct
 
