@@ -158,7 +158,7 @@ def test_hangs_of_ranks_that_another_launcher_started_are_named(tmp_path: Path, 
         config, runtime = CONFIGS[hang.layout], tmp_path / str(number)
         return trial_by(command, hang.way, hang.who, config, runtime, hang.after_s)
 
-    campaign(drawn_hangs(24, [2], CONFIGS), run, at_once=2)
+    campaign(drawn_hangs(24, [2], CONFIGS), run)
 
 
 def test_the_folder_of_the_rings_is_found(tmp_path: Path) -> None:
