@@ -1,7 +1,9 @@
 """Saving on some ranks and loading on others: to the bit, behind training, with every failure told."""
 
+import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -426,3 +428,34 @@ def test_processes_meet_over_the_store_of_the_world(tmp_path: Path, ranks: Calla
         assert [step for step, _ in results] == [2, 2]
         assert all(equal for _, found in results for _, equal in found)
     assert_same(load_with(tmp_path / "0", 1, 0)[1], make_state(2))
+
+
+def test_a_thread_that_somebody_waits_for_has_his_priority(tmp_path: Path) -> None:
+    """On a busy machine the caller would wait for a thread that hardly runs."""
+    writes, go = threading.Event(), threading.Event()
+
+    class Waits(FileSystem):
+        def before(self, operation: str, path: Path) -> None:
+            if operation == "write":
+                writes.set()
+                assert go.wait(20)
+
+    checkpoints = Checkpoints(tmp_path, policy=QUICK, sizes=TINY, files=Waits())
+    checkpoints.save(1, items_of(make_state(1), 0, 1, 0), {}, asynchronous=True)
+    assert writes.wait(20)
+    thread = next(each for each in threading.enumerate() if each.name == "shardwise-save")
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)
+
+    assert niceness() == 10 or ours > 10
+    waiter = threading.Thread(target=checkpoints.join)
+    waiter.start()
+    deadline = time.monotonic() + 20
+    while niceness() != ours and os.geteuid() == 0 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert niceness() == ours or os.geteuid() != 0
+    go.set()
+    waiter.join()
+    checkpoints.wait()

@@ -14,6 +14,7 @@ daemon: a process that ends normally finishes its save first.
                                                           ──► ``wait`` or ``load`` comes next: it raises
 """
 
+import contextlib
 import logging
 import os
 import secrets
@@ -37,6 +38,9 @@ from shardwise.checkpoint.policy import CheckpointPolicy
 from shardwise.checkpoint.save import CheckpointSave, CheckpointWriter, FullStep, StepContents
 from shardwise.checkpoint.steps import CheckpointFolder, StepDirectory, open_step, step_name
 from shardwise.memory.pinned import pinned_empty
+
+_NICENESS = 10
+"""Niceness of a thread that writes behind training."""
 
 
 class HostBuffer:
@@ -254,6 +258,7 @@ class Checkpoints:
             target=self._behind, args=(coordinator, contents, on_end), name="shardwise-save"
         )
         self._thread.start()
+        self._set_priority(self._thread, _NICENESS)
 
     def _report(self, coordinator: CheckpointCoordinator, error: Exception) -> None:
         """Post a failure in place of the first phase, so that no rank waits for this one."""
@@ -279,7 +284,6 @@ class Checkpoints:
     def _behind(
         self, coordinator: CheckpointCoordinator, contents: StepContents, on_end: Callable[[], None] | None
     ) -> None:
-        self._yield_to_training()
         try:
             self._save(coordinator, contents)
             self._failures = 0
@@ -308,10 +312,15 @@ class Checkpoints:
                 on_end()
 
     @staticmethod
-    def _yield_to_training() -> None:
-        """Lower the priority of this thread, if the system has priorities of threads."""
-        if hasattr(os, "setpriority"):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    def _set_priority(thread: threading.Thread, niceness: int | None) -> None:
+        """Set the niceness of the thread that writes, or the caller's, if the system has priorities of threads.
+
+        Only a privileged process may lower it again; otherwise the thread keeps its own.
+        """
+        if hasattr(os, "setpriority") and thread.native_id is not None:
+            with contextlib.suppress(OSError):  # also if the thread has just ended
+                wanted = os.getpriority(os.PRIO_PROCESS, 0) if niceness is None else niceness
+                os.setpriority(os.PRIO_PROCESS, thread.native_id, wanted)
 
     def wait(self) -> None:
         """Wait until the background save, if any, is committed.
@@ -327,6 +336,8 @@ class Checkpoints:
     def join(self) -> None:
         """Wait until the background save, if any, has ended, committed or failed."""
         if self._thread is not None:
+            # The caller waits for the thread, which on a busy machine would hardly run beside other processes.
+            self._set_priority(self._thread, None)
             with self._peers.joining(self._thread.ident or 0):
                 self._thread.join()
             self._thread = None
