@@ -38,6 +38,9 @@ _EVERY_S = 5.0
 _SHOWN = 8
 """Number of the longest steps that are described."""
 
+_ROUNDS = 1000
+"""Most rounds of the loop that only computes."""
+
 Part = Callable[[str], AbstractContextManager[None]]
 
 
@@ -130,7 +133,11 @@ class StepTimes:
 
     def machine(self) -> None:
         """Print the tail of a loop as long as the median step that only computes."""
-        print(tail("the machine, a loop that only computes", loop_s(self.median_s, len(self.steps))))
+        print(
+            tail(
+                "the machine, a loop that only computes", loop_s(self.median_s, min(len(self.steps), _ROUNDS))
+            )
+        )
 
 
 def _is_saving() -> bool:
