@@ -67,6 +67,8 @@ MOVED: dict[str, Sequence[str] | None] = {
         "an activation leaves before it is computed",
         "an event stands before its copy",
         "an event of the wrong stream",
+        "an activation is dropped under its copy",
+        "a batch is read before it has come",
     ),
     "accelerator/test_streams.py::test_every_use_is_ordered": (
         "batches",
@@ -89,7 +91,9 @@ MOVED: dict[str, Sequence[str] | None] = {
     "cli/test_click_trainer.py::test_every_model_runs_by_its_name": (
         "logistic_regression",
         "wide_deep",
+        "dcn",
     ),
+    "cli/test_click_trainer.py::test_the_kept_configuration_starts_the_same_run": ALL,
     "cli/test_train.py::test_a_full_disk_in_between_does_not_end_the_run": ("in front",),
     "cli/test_train.py::test_a_signal_saves_the_step_and_says_how_to_go_on": ("2-0",),
     "cli/test_train.py::test_the_last_save_of_a_run_is_tried_twice_and_must_succeed": ("in front",),
@@ -106,7 +110,10 @@ MOVED: dict[str, Sequence[str] | None] = {
     "comm/test_strict.py::test_trains_as_over_gloo": ("dense-tp2-recomputefull-overlap3",),
     "comm/watching/test_calls_alike.py::test_calls_of_all_ranks_are_alike": ("tensor",),
     "comm/watching/test_inquiry.py::test_the_rank_that_hangs_is_named_alive_and_dead": ("stopped-shared-0",),
-    "comm/watching/test_watch.py::test_a_hung_rank_is_named_with_its_stack": ("pipeline over gloo",),
+    "comm/watching/test_watch.py::test_a_hung_rank_is_named_with_its_stack": (
+        "pipeline over gloo",
+        "pipeline",
+    ),
     "comm/watching/test_watch.py::test_a_number_for_the_deadline_is_kept": ALL,
     "comm/watching/test_watch.py::test_a_rank_at_work_is_named_and_waited_for": ("gloo",),
     "deepspeed/calls/test_cpu_for_cuda.py::test_a_pretrained_llama_has_its_rotary_frequencies": ALL,
@@ -131,9 +138,13 @@ MOVED: dict[str, Sequence[str] | None] = {
         "{}",
         "{'pipeline': {'schedule': 'zb_h1'}}",
     ),
-    "engine/fit/test_foresee.py::test_the_peak_of_experts_is_foreseen": ("{}",),
+    "engine/fit/test_foresee.py::test_the_peak_of_experts_is_foreseen": (
+        "{}",
+        "{'recompute': 'full'}",
+    ),
     "engine/fit/test_foresee.py::test_the_peak_of_experts_on_several_ranks_is_foreseen": (
         "{'mesh': {'ep': 2}}",
+        "{'mesh': {'tp': 2}}",
     ),
     "engine/fit/test_foresee.py::test_the_peak_of_several_ranks_is_foreseen": ("{'mesh': {'tp': 2}}",),
     "engine/fit/test_outside.py::test_what_lies_outside_torch_is_compared_with_the_memory_of_a_device": ALL,
@@ -162,6 +173,9 @@ MOVED: dict[str, Sequence[str] | None] = {
         "scores of the last microbatch",
         "start rows depend on the rank",
         "the schedule passes tables by",
+        "the last microbatch alone",
+        "each rank evicts alone",
+        "skipped steps are not replayed",
     ),
     "engine/parts/test_tables.py::test_equals_one_process": (
         "4-mixed-auto-z0-m1-7-0-8-1-fp64",
@@ -173,6 +187,7 @@ MOVED: dict[str, Sequence[str] | None] = {
         "4-mixed-auto-z2-m2-fp64",
         "2-row-auto-z1-m2-fp64",
         "2-column-auto-z0-m1-fp32",
+        "2-column-auto-z0-m1-fp64",
     ),
     "engine/parts/test_tables.py::test_without_a_bug_nothing_is_seen": ALL,
     "engine/parts/test_unit_norms.py::test_data_parallel_ranks": ("4",),
@@ -237,6 +252,7 @@ MOVED: dict[str, Sequence[str] | None] = {
         "placements4-2-depths4-1--config4",
         "placements5-1-depths5-2-reader-config5",
         "placements3-2-depths3-2-compute-config3",
+        "placements6-1-depths6-1-compute-config6",
     ),
     "engine/step/test_mid_step.py::test_a_compiled_model_is_saved_under_its_own_names": ALL,
     "engine/step/test_mid_step.py::test_a_save_in_the_middle_of_a_step_holds_the_rows_of_the_last_one": (
@@ -256,6 +272,11 @@ MOVED: dict[str, Sequence[str] | None] = {
         "muon-dp2-stage2-gpt2-layers2-1",
         "muon-dp4-stage3-layers2-2",
         "lamb-pp2-dp2-microbatches2-stage2-gpt2-layers2-1",
+        "lamb-pp2-microbatches3-gpt2-layers2-1",
+        "muon-dp2-stage1-gpt2-layers2-1",
+    ),
+    "engine/step/test_whole_tensors.py::test_state_goes_through_other_layouts_without_changing_a_bit": (
+        "lamb",
     ),
     "engine/test_compile.py::test_what_a_user_compiles": ("model",),
     "engine/test_context_methods.py::test_equals_one_process": (
@@ -265,6 +286,8 @@ MOVED: dict[str, Sequence[str] | None] = {
     "engine/test_context_methods.py::test_plan_has_what_is_sent": ("2",),
     "engine/test_documents.py::test_equals_each_document_by_itself": (
         "window-4-sinks-True-pattern-2-heads-6-kv_heads-1",
+        "window-4-sinks-True-pattern-2-kv_heads-2-tp-2-sequence-False",
+        "window-3-cp-2-pp-2-stage-2-microbatches-3-tile-4",
     ),
     "engine/test_dropout_layouts.py::test_losses_are_those_of_one_rank": (
         "pp2-tp2-microbatches2-dropout0.1",
@@ -278,6 +301,8 @@ MOVED: dict[str, Sequence[str] | None] = {
         "dp2-stage3-recomputefull-rows9",
         "tp2-stage2-microbatches2-toldFalse",
         "microbatches2-rows9-cp2",
+        "dp2-tp2-ep2-etp2-stage2-rows20",
+        "stage1-microbatches2-cp3",
     ),
     "engine/test_experts.py::test_planted_bugs_are_seen": ("dense_strategy_for_all",),
     "engine/test_experts_beside.py::test_updates_by_whole_tensors": (
@@ -295,6 +320,7 @@ MOVED: dict[str, Sequence[str] | None] = {
     "engine/test_low_precision_layouts.py::test_an_overflow_on_one_rank_is_an_overflow_on_all": (
         "1",
         "2",
+        "0",
     ),
     "engine/test_low_precision_layouts.py::test_losses_are_near_those_of_one_rank": (
         "pp2-dp2-microbatches2-stage3-bf16",
@@ -302,9 +328,21 @@ MOVED: dict[str, Sequence[str] | None] = {
         "pp2-microbatches4-bf16",
         "pp2-dp2-microbatches2-stage3-fp16",
         "pp2-tp2-microbatches2-scheduleinterleaved_1f1b-virtual_stages2-gpt2-fp16",
+        "pp2-tp2-microbatches2-scheduleinterleaved_1f1b-virtual_stages2-gpt2-bf16",
     ),
     "engine/test_many_engines.py::test_twenty_engines_with_overlapping_lives": ("4",),
     "engine/test_microbatches.py::test_gradients_are_the_plain_loops": ("4",),
+    "engine/test_model_parallel.py::test_equals_one_process": (
+        "tp2-sequenceFalse-gpt2-tile7",
+        "pp3-microbatches2",
+        "dp2-microbatches2-stage1-recomputeselective",
+        "dp2-microbatches2-stage2-recomputefull",
+        "pp2-microbatches3-gpt2-tile5",
+        "tile5-cp2",
+        "dp2-tp2-microbatches2-stage3-recomputeselective-kv_heads1-overlap5",
+        "pp2-tp2-microbatches3-scheduleinterleaved_1f1b-virtual_stages2-kv_heads1",
+        "pp2-dp2-microbatches4-stage3-scheduleinterleaved_1f1b-virtual_stages2-recomputefull",
+    ),
     "engine/test_offload.py::test_gradients_leave_between_microbatches": ("2-cases1",),
     "engine/test_offload.py::test_ranks_have_the_same_bits": (
         "2-cases0",
@@ -315,10 +353,26 @@ MOVED: dict[str, Sequence[str] | None] = {
         "9-ENOSPC save",
         "4-EIO write",
     ),
+    "engine/test_parity.py::test_equals_one_process": (
+        "4-zero0-x1-sgd-fp64-replicate2",
+        "4-zero1-x1-sgd-fp64-replicate2",
+        "4-zero2-x1-sgd-fp64-replicate2",
+        "4-zero1-x1-adamw-fp64-hosts2",
+        "4-zero2-x3-adamw-fp64-hosts2",
+        "3-zero0-x1-adamw-fp64",
+        "3-zero1-x1-adamw-fp64",
+        "3-zero2-x1-adamw-fp64",
+        "3-zero3-x1-adamw-fp64",
+    ),
     "engine/test_second_engine.py::test_a_dropped_engine_is_collected": ALL,
     "engine/test_second_engine.py::test_a_fork_after_engines_on_gloo": ALL,
     "engine/test_second_engine.py::test_an_engine_after_another_one": ("gloo",),
     "engine/test_second_engine.py::test_many_engines_refused_closed_and_dropped": ALL,
+    "engine/test_split_schedules.py::test_the_same_bits_beside_another_technique": ("frozen blocks-names1",),
+    "engine/test_tables_model_parallel.py::test_tables_beside_slices_and_stages_equal_one_process": (
+        "tp2-pp2-auto-z0",
+        "dp2-tp2-data_parallel-z2",
+    ),
     "engine/test_transformers_experts.py::test_equals_one_process": (
         "GptOssForCausalLM",
         "Qwen3MoeForCausalLM",
@@ -343,6 +397,7 @@ MOVED: dict[str, Sequence[str] | None] = {
         "masked-BertForMaskedLM-bert-tp2-mlp0",
         "causal-GPTNeoXForCausalLM-gpt_neox-zero3-mlp0",
     ),
+    "hostile/test_hostile.py::test_a_sample": ("deepspeed stage 2",),
     "launch/test_local.py::test_ranks_that_do_not_stop_are_killed_after_a_while": (
         "lambda *_: None-_SAVE_S",
     ),
@@ -382,6 +437,7 @@ MOVED: dict[str, Sequence[str] | None] = {
     ),
     "parallel/zero/test_batch_norm.py::test_synchronized_in_compiled_blocks": ALL,
     "parallel/zero/test_cost.py::test_bytes_per_parameter": ("4",),
+    "parallel/zero/test_cost.py::test_sixteen_bits_on_the_wire": ("4-cases1",),
     "passes/test_recompute.py::test_with_compiled_blocks": ("{'scope': 'full'}-True",),
     "passes/test_recompute.py::test_with_zero_on_two_ranks": ("0",),
     "simulate/test_calibration.py::test_ranks_measure_together": ALL,
@@ -398,6 +454,10 @@ MOVED: dict[str, Sequence[str] | None] = {
     "verify/test_bugs_verify.py::test_a_planted_bug_is_found_named_and_explained": (
         "averaged over tp",
         "second moments forgotten",
+    ),
+    "verify/test_static.py::test_foreign_models_have_no_problem": (
+        "GPT2LMHeadModel",
+        "BertForMaskedLM",
     ),
 }
 """By test, the ids of its rows, or the beginnings of ids that hold more than a layout."""

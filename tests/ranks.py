@@ -27,9 +27,10 @@ PRELOADED = [
     "torch._dynamo",
     "shardwise.engine.construction.build",
     "shardwise.kernels.tables",
+    "numba",
     "transformers.models.llama.modeling_llama",
 ]
-"""What the server of forks imports once, where it is there: six seconds of a core, which every rank would take. It
+"""What the server of forks imports once, if it is installed: six seconds of a core, which every rank would take. It
 starts no thread."""
 
 
