@@ -479,6 +479,7 @@ BEGUN_FIRST = (
     "engine/test_second_engine.py",
     "engine/state/test_hung_saving.py",
     "engine/fit/test_fits.py",
+    "engine/fit/test_search.py",
     "comm/test_strict.py",
     "kernels/test_fused.py",
     "parallel/zero/test_windows.py",
