@@ -4,15 +4,18 @@ which counts what is reserved, touched or not).
     python beyond.py FOLDER [--gib 12] [--limit-gib 3] [--host-gib 1] [--steps 20] [--ranks 2 1]
 
 A first job trains, saves into FOLDER/steps, and is gone. A second one with another number of ranks resumes from there,
-trains on, and saves again. Each rank prints its loss to the bit, its memory, and what ``shardwise.foresee`` said that a
-step would take, which is what ``shardwise train --check --memory`` says of a configuration. FOLDER needs about 4 times
-the bytes of the tables.
+trains on, and saves again. Each rank prints the most memory of its load, of its steps and of its save, and the ratio to
+what a process of its own had foreseen of the job before: the sum of the rows of ``shardwise.foresee`` in memory, which
+``shardwise train --check --memory`` prints of a configuration. What is foreseen is resident memory; the data segment
+also has addresses that nobody has written to. FOLDER needs about 4 times the bytes of the tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import resource
+import subprocess
 import sys
 import threading
 import time
@@ -26,6 +29,8 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise import EmbeddingCollection, Ragged, TablePolicy
+from shardwise.models.initial import torch_rules
+from shardwise.plan.plan import tier_of_row
 
 GIB = 2**30
 WIDTH, TABLES, SAMPLES = 64, 4, 4096
@@ -33,22 +38,29 @@ LINE_BYTES = 4 * (WIDTH + 1)
 """Bytes of a row with the state of row-wise Adagrad."""
 
 
-def now() -> tuple[int, int]:
-    """Return the bytes of this process: (data segment, resident pages)."""
+def of_process(field: str) -> int:
+    """Return the bytes of this process in a line of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
-    return found["VmData"], found["VmRSS"]
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 class Peak:
-    """The most of both since ``begin``, looked at every 5 ms inside of ``watched``."""
+    """The most memory of this process since ``begin``: resident pages as the kernel counts them, and the data segment,
+    looked at every 5 ms.
+    """
 
     def __init__(self) -> None:
-        self.data, self.resident = now()
+        self.begin()
 
     def begin(self) -> None:
         """Forget what was seen before."""
-        self.data, self.resident = now()
+        Path("/proc/self/clear_refs").write_text("5")  # the largest resident memory begins anew
+        self.data = of_process("VmData")
+
+    @property
+    def resident(self) -> int:
+        """Most bytes of resident pages."""
+        return of_process("VmHWM")
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -57,8 +69,7 @@ class Peak:
 
         def watch() -> None:
             while not end.wait(0.005):
-                data, resident = now()
-                self.data, self.resident = max(self.data, data), max(self.resident, resident)
+                self.data = max(self.data, of_process("VmData"))
 
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
@@ -67,9 +78,6 @@ class Peak:
         finally:
             end.set()
             thread.join()
-
-    def __str__(self) -> str:
-        return f"at most {self.data / GIB:.3f} GiB of data, {self.resident / GIB:.3f} resident"
 
 
 class Clicks(nn.Module):
@@ -112,54 +120,64 @@ def model_of(given: argparse.Namespace) -> Clicks:
         return Clicks(given.rows, int(given.host_gib * GIB), given.folder / "disk")
 
 
-def life(given: argparse.Namespace, ranks: int) -> None:
+def config_of(given: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """Return the configuration of a job."""
+    return {
+        "optimizer": {"type": "adam", "lr": 1e-3},
+        "batch": {"micro_size": SAMPLES // ranks},
+        "checkpoint": {"every": given.steps},
+    }
+
+
+def foresee(given: argparse.Namespace, ranks: int) -> dict[str, dict[str, int]]:
+    """Return the rows of the forecast at the most of each phase, as ``shardwise train --check --memory`` has them."""
+    told = shardwise.foresee(
+        lambda: model_of(given), config_of(given, ranks), ranks, example=batch_of(0, 0, ranks, given.rows)
+    ).step
+    assert told is not None, "there is an example"
+    return {
+        phase: {row: size for row, size in point.rows.items() if tier_of_row(row) != "disk"}
+        for phase, point in told.points.items()
+    }
+
+
+def life(given: argparse.Namespace, ranks: int, told: dict[str, dict[str, int]]) -> None:
     """Train on one rank."""
     torch.set_num_threads(1)
-    peak = Peak()
-    config = {"optimizer": {"type": "adam", "lr": 1e-3}, "batch": {"micro_size": SAMPLES // ranks}}
-    from shardwise.models.initial import torch_rules
-
-    first = now()
-    example = batch_of(0, 0, ranks, given.rows)
-    told = shardwise.foresee(lambda: model_of(given), config, ranks, example=example).step
-    assert told is not None, "there is an example"
     limit = int(given.limit_gib * GIB)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    before = now()
+    peak = Peak()
     model = model_of(given)
-    engine = shardwise.initialize(model, config, initial=torch_rules(model))
+    engine = shardwise.initialize(model, config_of(given, ranks), initial=torch_rules(model))
     rank = engine.world.rank
 
-    def say(text: str) -> None:
-        print(f"rank {rank} of {ranks}: {text}", flush=True)
+    def say(what: str, phase: str, begin: float) -> None:
+        foreseen = sum(told[phase].values())
+        print(
+            f"rank {rank} of {ranks}: {what} in {time.perf_counter() - begin:.1f} s: at most {peak.resident / GIB:.3f} "
+            f"GiB resident, {foreseen / GIB:.3f} foreseen, ratio {peak.resident / foreseen:.3f}; {peak.data / GIB:.3f} "
+            f"GiB of data, {peak.data / limit:.2f} of the limit",
+            flush=True,
+        )
+        peak.begin()
 
     if rank == 0:
-        foreseen = ", ".join(f"{row} {size / GIB:.3f}" for row, size in sorted(told.peak.rows.items()))
-        say(f"foreseen at {told.peak.action} of {told.peak.unit}: {foreseen} GiB")
         print("\n".join(line for line in str(engine.plan).splitlines() if "tiers" in line))
-    planned = sum(size for row, size in told.peak.rows.items() if row not in ("process", "tables on disk"))
     with peak.watched():
+        begin = time.perf_counter()
         if (given.folder / "steps").exists():
-            begin = time.perf_counter()
             engine.load(given.folder / "steps")
-            say(f"loaded step {engine.step_count} in {time.perf_counter() - begin:.0f} s: {peak}")
-        peak.begin()
-        stop = engine.step_count + given.steps
+            say(f"loaded step {engine.step_count}", "load", begin)
+        stop, begin = engine.step_count + given.steps, time.perf_counter()
         while engine.step_count < stop:
-            begin = time.perf_counter()
             result = engine.train_step([batch_of(engine.step_count, rank, ranks, given.rows)])
-            seconds = time.perf_counter() - begin
-        say(f"step {result.step}  loss {result.loss.hex()}  {seconds:.2f} s  {peak}")
-        for what, most, start in (("data", peak.data, before[0]), ("resident", peak.resident, before[1])):
-            say(
-                f"steps, {what}: {most / GIB:.3f} GiB; foreseen {(start + planned) / GIB:.3f}, of it "
-                f"{start / GIB:.3f} of the process ({(start - first[what == 'resident']) / GIB:.3f} of the forecast); "
-                f"ratio {most / (start + planned):.3f}"
-            )
-        peak.begin()
+        if rank == 0:
+            held = ", ".join(f"{row} {size / GIB:.3f}" for row, size in engine.held_bytes().items() if size)
+            print(f"step {result.step}, loss {result.loss.hex()}, held: {held} GiB")
+        say(f"trained to step {result.step}", "step", begin)
         begin = time.perf_counter()
         engine.save(given.folder / "steps")
-        say(f"saved step {engine.step_count} in {time.perf_counter() - begin:.0f} s: {peak}")
+        say(f"saved step {engine.step_count}", "save", begin)
     engine.close(whole=False)
 
 
@@ -173,12 +191,21 @@ def main() -> int:
     parser.add_argument("--host-gib", type=float, default=1.0, help="rows in memory over all ranks")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1])
+    parser.add_argument("--foresee", type=int, metavar="RANKS", help="print the forecast alone, as JSON")
     given = parser.parse_args()
     given.rows = int(given.gib * GIB / LINE_BYTES / TABLES)
     (given.folder / "disk").mkdir(parents=True, exist_ok=True)
+    if given.foresee is not None:
+        print(json.dumps(foresee(given, given.foresee)))
+        return 0
     for ranks in given.ranks:
         print(f"{given.gib:g} GiB of tables on {ranks} ranks, each with {given.limit_gib:g} GiB", flush=True)
-        shardwise.launch(life, given, ranks, ranks=ranks)
+        command = [sys.executable, *sys.argv, "--foresee", str(ranks)]
+        told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        for phase in ("load", "step", "save"):
+            rows = ", ".join(f"{row} {size / GIB:.3f}" for row, size in told[phase].items())
+            print(f"foreseen, {phase}: {sum(told[phase].values()) / GIB:.3f} GiB: {rows}", flush=True)
+        shardwise.launch(life, given, ranks, told, ranks=ranks)
     return 0
 
 

@@ -31,7 +31,7 @@ def test_every_row_reads_as_in_training(
     trained: tuple[object, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, folder = trained
-    monkeypatch.setattr(saved_tables, "_CHUNK_BYTES", 2048)  # in many parts
+    monkeypatch.setattr(saved_tables, "CHUNK_BYTES", 2048)  # in many parts
     step, tables = saved_tables.tables_in(folder / "step_00000005")
     vectors = Vectors(write_vectors(tmp_path / "out", tables, step))
     assert vectors.step == 5

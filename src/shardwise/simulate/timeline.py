@@ -10,6 +10,7 @@
     kept                         what F leaves for B, of all microbatches in flight     (passes.py)
     received                     in a pipeline, the results of RECV, until their backward pass is over
     row gradients                of rows of embedding tables, from earlier microbatches of a step
+    rows at work                 keys, vectors, gradients and lines of such rows in the running one, on CPU ranks
     waiting                      on a device, small gradients of the running Unit until one launch copies all of them
     at work                      temporary memory of the running Unit
     process                      memory from before the engine
@@ -522,6 +523,7 @@ class RankWalk:
             "leaving": sum(self._leaving),
             **self._slot_rows(staged_bytes),
             "row gradients": self._row_gradient_bytes(action),
+            "rows at work": self._passing_bytes(action),
             "kept": self._batch_bytes(passed)
             + (self._now.passing if evaluates else self.blocks.here)
             - let_go,
@@ -565,6 +567,14 @@ class RankWalk:
         ranks = self._plan.mesh.size("dp")
         rows = [table_rows(groups, ranks) for groups in lookups.values()]
         return int(max(action.microbatch, 0) * sum(each.read_bytes + each.keys_bytes for each in rows))
+
+    def _passing_bytes(self, action: Action) -> int:
+        """Return the bytes of table rows on their way in the running microbatch, on CPU ranks."""
+        lookups = self._passed[self.ranks.unit_stages[action.unit]].lookups
+        if not lookups or "host" not in self._now.near or self._now.phase == "sample":
+            return 0
+        ranks = self._plan.mesh.size("dp")
+        return int(sum(table_rows(groups, ranks).passing_bytes for groups in lookups.values()))
 
     def _waiting_bytes(self, action: Action) -> int:
         in_w = action.kind is Kind.I and action.unit in self.ranks.later_units

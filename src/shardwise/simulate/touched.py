@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from shardwise.base.hardware import Hardware, Product
 from shardwise.parallel.embedding.calls import GroupLoad
-from shardwise.parallel.embedding.cost import bytes_held, rows_touched
+from shardwise.parallel.embedding.cost import TableLoad, bytes_held, rows_touched
 from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.policy import TablePolicy
 from shardwise.parallel.embedding.rows.dynamic import capacity_of
@@ -29,6 +29,7 @@ from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan, RankClass
 from shardwise.plan.registry import Registry
 from shardwise.simulate.work import NO_WORK, Work
+from shardwise.tiers.row_cache import LEAVING_PARTS
 from shardwise.tiers.tier_cost import row_reads, row_write_s
 
 _KEY_BYTES = 8
@@ -152,6 +153,13 @@ def missed_rows(
     return (MissedRows(rows * (1.0 - table.tiers.hit_rate), held, line_bytes),)
 
 
+def _cached_rows(table: TablePolicy, place: TablePlacement, line_bytes: int, ranks: int) -> int:
+    """Return the rows of a table in memory on a rank; 0 without tiers."""
+    if table.tiers is None:
+        return 0
+    return table.tiers.rows_in_memory(table.rows, line_bytes, place.placement == "row", ranks)
+
+
 class TableRows(NamedTuple):
     """Rows of one collection of embedding tables in one microbatch of a rank."""
 
@@ -163,6 +171,35 @@ class TableRows(NamedTuple):
     """Bytes of distinct rows with their optimizer state that a rank updates."""
     missed: tuple[MissedRows, ...] = ()
     """Rows that a rank reads from a disk and writes back, for each table with tiers."""
+    passing_bytes: float = 0.0
+    """Bytes of keys, vectors, gradients and lines of rows on their way in one microbatch; see ``passing_bytes``."""
+
+
+def passing_bytes(
+    table: TablePolicy, load: TableLoad, served: float, vector_bytes: int, line_bytes: int, cached: int
+) -> float:
+    """Return the most bytes of a table's rows on their way through a microbatch on a rank, all held at once.
+
+    With N keys, U distinct ones, A rows that the rank serves, vectors of v bytes, and for a table with tiers lines of l
+    bytes, M rows that are missing from P in memory:
+
+        keys       8 (2 N + U + 3 A)         keys and the index of each among U; keys that came, their rows and places
+        vectors    v (U + 2 A)               gradients merged by key, as they came, and merged by row
+        lines      l (M + P / 64)            lines that are read, and lines that leave in one batch
+
+    Args:
+        table: the table.
+        load: numbers of keys of the microbatch.
+        served: rows that the rank serves, A.
+        vector_bytes: bytes of a vector, v.
+        line_bytes: bytes of a row with its optimizer state, l.
+        cached: rows of the table in memory on the rank, P; 0 without tiers.
+    """
+    keys = _KEY_BYTES * (2 * load.keys + load.distinct + 3 * served)
+    found = keys + vector_bytes * (load.distinct + 2 * served)
+    if table.tiers is not None:
+        found += line_bytes * (served * (1 - table.tiers.hit_rate) + cached / LEAVING_PARTS)
+    return found
 
 
 def table_rows(groups: Sequence[GroupLoad], ranks: int) -> TableRows:
@@ -184,5 +221,14 @@ def table_rows(groups: Sequence[GroupLoad], ranks: int) -> TableRows:
                 found.read_bytes + touched * stored.line_bytes(width, 0),
                 found.updated_bytes + touched * line_bytes,
                 found.missed + missed_rows(table, place, touched, line_bytes, ranks),
+                found.passing_bytes
+                + passing_bytes(
+                    table,
+                    load,
+                    touched,
+                    width * group.wire.dtype.itemsize,
+                    line_bytes,
+                    _cached_rows(table, place, line_bytes, ranks),
+                ),
             )
     return found

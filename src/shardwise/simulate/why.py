@@ -112,6 +112,7 @@ _WHAT = {
     "holes": "memory that the allocator holds without tensors in it",
     "whole weights": "weights that a sample gathers once",
     "row gradients": "gradients of table rows of earlier microbatches",
+    "rows at work": "keys, vectors, gradients and lines of table rows of a microbatch",
 }
 
 

@@ -42,7 +42,7 @@ from shardwise.kernels.tables.unique import unique
 from shardwise.tiers.cache_snapshot import CacheSnapshot, Draw, LineMemory, RecordsBelow, draw_lines
 from shardwise.tiers.place_marks import PlaceMarks
 
-_BATCHES = 64
+LEAVING_PARTS = 64
 """Part of the places, as a divisor, that is freed beyond what is needed when rows leave."""
 _COMPACTED = 2
 """Bytes that the tier below may move for each byte written."""
@@ -260,7 +260,9 @@ class RowCache(Generic[Memory]):
             False if the call had to wait for another thread, so that rows may have come and gone since.
         """
         while (lack := count - (self.places - len(self._index))) > 0:
-            if not self._leave(lack, self.places // _BATCHES, self._step) and not self._leave(lack, 0, None):
+            if not self._leave(lack, self.places // LEAVING_PARTS, self._step) and not self._leave(
+                lack, 0, None
+            ):
                 assert self._marks.loading.any(), f"{count} rows for {self.places} places"
                 with self._stalls():
                     self._changed.wait()
@@ -338,7 +340,7 @@ class RowCache(Generic[Memory]):
                 missing = missing[self.below.holds(missing)]
             free = self.places - len(self._index)
             if missing.numel() > free:
-                free += self._leave(missing.numel() - free, self.places // _BATCHES, self._step)
+                free += self._leave(missing.numel() - free, self.places // LEAVING_PARTS, self._step)
             missing = missing[:free]
             if not missing.numel():
                 return 0
@@ -444,5 +446,9 @@ class RowCache(Generic[Memory]):
 
 
 def bytes_beside(places: int) -> int:
-    """Return the bytes of the index and the marks of a cache of ``places`` rows, without its lines and its window."""
-    return PlaceMarks.BYTES * places + HashIndex.bytes_for(places)
+    """Return the bytes of the index and the marks of a full cache of ``places`` rows.
+
+    Its lines and its window are left out. The rows that leave in one batch beyond those that are needed wait in the
+    index for other rows.
+    """
+    return PlaceMarks.BYTES * places + HashIndex.bytes_for(places, places // LEAVING_PARTS)

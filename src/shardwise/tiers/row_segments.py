@@ -78,7 +78,7 @@ class SegmentFigures:
     index_bytes: int = 0
     """Bytes of memory of the index."""
     buffer_bytes: int = 0
-    """Bytes of memory of the block that is not full, and of the memory that is kept for reads."""
+    """Bytes of memory of the block that is not full, and of the memory that is kept for compaction and for reads."""
     rows_read: int = 0
     rows_written: int = 0
     requests: int = 0
@@ -296,7 +296,7 @@ class RowSegments:
                 live_bytes=len(self._index) * self.shape.record_bytes,
                 disk_bytes=self._files.disk_bytes,
                 index_bytes=self._index.nbytes,
-                buffer_bytes=self._tail.block.nbytes + self._reader.nbytes,
+                buffer_bytes=self._tail.block.nbytes + self._compaction.nbytes + self._reader.nbytes,
                 requests=self._reader.requests,
                 bytes_read=self._reader.bytes_read,
                 bytes_compacted=self._compaction.bytes_read,

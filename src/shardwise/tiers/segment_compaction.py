@@ -58,6 +58,11 @@ class SegmentCompaction:
         self._memory: Bytes | None = None
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the memory of a block, which is kept from the first compaction on."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+    @property
     def is_under_way(self) -> bool:
         """True if a segment has been emptied in part."""
         return self._victim is not None

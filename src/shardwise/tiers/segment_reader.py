@@ -37,6 +37,8 @@ REQUEST_PAGES = 64
 _JOB_BYTES, _LEAST_JOB_BYTES = 2**20, 2**16
 _QUEUED_JOB_BYTES = 2**22
 """Bytes of a job whose requests are under way together."""
+SPARE_BYTES = _QUEUED_JOB_BYTES + (REQUEST_PAGES + 2) * ALIGNMENT_BYTES
+"""Most bytes of the memory of a job, which is kept for the next one."""
 _QUEUE_DEPTH = 64
 """Most requests under way together; a virtual disk that answers one in 90 us answered 3, 7 and 9 times as many a second
 with 4, 16 and 32 of them."""

@@ -24,6 +24,9 @@ for records at any place in a page has probability j(k) = 1 - (k s - 3), cut to 
     pages        n (a (1 + s) + sum over k of p (1 - p)^k j(k) (k + 1) s)
     requests     n a + pages / 64 (1 - a)                                 a request has at most 64 pages
     seconds      requests · (request_s - 4096 / rate) + pages · 4096 / rate
+
+Memory of segments beside the rows: two blocks of at least 1 MiB, one that is filled and one for compaction, and that of
+a job of reads, 4.3 MiB.
 """
 
 import math
@@ -36,7 +39,8 @@ from shardwise.memory.direct_io import ALIGNMENT_BYTES
 from shardwise.plan.action import Kind
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import RankClass
-from shardwise.tiers.segment_reader import GAP_PAGES, REQUEST_PAGES
+from shardwise.tiers.segment_file import shape_for
+from shardwise.tiers.segment_reader import GAP_PAGES, REQUEST_PAGES, SPARE_BYTES
 
 
 @dataclass
@@ -169,6 +173,15 @@ def row_reads(rows: float, held: float, line_bytes: int) -> RowReads:
         chance *= 1 - share
     pages = rows * ((1 - near) * (1 + size) + moved)
     return RowReads(rows * (1 - near) + pages / REQUEST_PAGES * near, pages)
+
+
+def segment_buffer_bytes(line_bytes: int) -> int:
+    """Return the most bytes of memory that segments take beside their index: two blocks, and a job of reads.
+
+    Args:
+        line_bytes: Bytes of a row's line.
+    """
+    return 2 * shape_for(line_bytes, 0).block_bytes + SPARE_BYTES
 
 
 def row_write_s(rows: float, line_bytes: int, hardware: Hardware, written: float = 2.0) -> float:

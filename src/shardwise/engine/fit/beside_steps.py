@@ -6,8 +6,8 @@
     save     the copy that is written behind training: every range that the rank writes and every buffer, each on 64
              bytes, in host memory; none if state lies on a disk                           (checkpoint/checkpoints.py)
     tables   start rows that are drawn in front of all other state           (parallel/embedding/rows/store.py); in a
-             save, copies of rows; in a load, rows that were read with the lines made of them
-                                                                                    (engine/state/saved_tables.py)
+             save, a block of rows that are read when they are written, or copies of the rows of small tables; in a
+             load, a chunk of rows with the lines made of some of them              (engine/state/saved_tables.py)
     load     new moments beside the old ones on the device, and one block of a file in host memory (checkpoint/load.py)
     rings    memory that CPU ranks of one host share, for each group and each pair of a pipeline (comm/shared_memory.py)
 
@@ -15,6 +15,7 @@ Cost: one look at each parameter of the rank; of a parameter that is cut by rows
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.checkpoint.layout import LayoutSizes, arrange
@@ -22,6 +23,11 @@ from shardwise.checkpoint.piece import TensorSpec
 from shardwise.comm.peers import RING
 from shardwise.comm.shared_memory import ring_file_bytes
 from shardwise.engine.fit.outside import communicators_by_use, groups_of, neighbours_of
+from shardwise.engine.state.saved_tables import CHUNK_BYTES
+from shardwise.parallel.embedding.rows.row_contents import LOADED_ROWS
+from shardwise.parallel.embedding.rows.saved_rows import STREAM_BYTES
+from shardwise.parallel.embedding.saved import READ_ROWS
+from shardwise.plan.placement import Shard
 from shardwise.plan.plan import Plan, RankClass, class_of
 from shardwise.plan.registry import TensorInfo
 from shardwise.plan.slices import TensorSlices
@@ -34,9 +40,11 @@ _DRAW_ELEMENTS = 1 << 18
 _DRAW_BYTES = 8
 _START_ROWS = 1 << 16
 """Rows of a table that are drawn at a time (parallel/embedding/rows/store.py)."""
-_CHUNK_BYTES = 256 << 20
-"""Bytes of rows of tables that are read or written at a time (engine/state/saved_tables.py)."""
 _KEY_BYTES = 8
+_KEYS_ON_THE_WAY = 8
+"""Tensors of keys, rows and places that a load or a save makes for the rows that it moves."""
+_ORDER_BYTES = 4
+"""Bytes of a row in the order in which a save reads a dynamic table."""
 _DECODED_BYTES = 4
 """Bytes of an element of a moment that is stored with scales, when it is saved."""
 
@@ -145,6 +153,17 @@ class _TablePart(NamedTuple):
     line_bytes: int
     """Bytes of all rows with their optimizer state."""
     grows: bool
+    places: int | None
+    """Rows in memory; None if all are."""
+    is_streamed: bool
+    """True if a save reads the rows when it writes them, if the table is large."""
+    whole_bytes: int
+    """Bytes of all rows of all ranks with their optimizer state."""
+
+    @property
+    def bytes_a_row(self) -> int:
+        """Bytes of one row with its optimizer state."""
+        return self.line_bytes // self.rows
 
 
 def _tables_on(plan: Plan, rank: int) -> list[_TablePart]:
@@ -154,39 +173,77 @@ def _tables_on(plan: Plan, rank: int) -> list[_TablePart]:
         found.setdefault(info.name, []).append(info)
     parts = []
     for infos in found.values():
-        sizes = [round(info.bytes_on(plan.mesh, rank)) for info in infos]
+        sizes = [round(replace(info, tiers=None).bytes_on(plan.mesh, rank)) for info in infos]
+        wholes = [info.elements * info.dtype.itemsize for info in infos]
         weight = max(range(len(infos)), key=lambda i: infos[i].elements)
-        whole = infos[weight].elements * infos[weight].dtype.itemsize
-        rows = infos[weight].shape[0] * sizes[weight] // max(whole, 1)
-        parts.append(_TablePart(rows, sizes[weight], sum(sizes), infos[weight].grows))
+        rows = infos[weight].shape[0] * sizes[weight] // max(wholes[weight], 1)
+        tiers, is_cut = infos[weight].tiers, isinstance(infos[weight].on("dp"), Shard)
+        if is_cut:
+            rows = infos[weight].shape[0]
+        is_exact = any(info.label == "step" for info in infos)  # reading such a row changes it
+        parts.append(
+            _TablePart(
+                rows,
+                sizes[weight],
+                sum(sizes),
+                infos[weight].grows,
+                None if tiers is None else tiers.rows,
+                not is_cut and (tiers is not None or not is_exact),
+                sum(wholes),
+            )
+        )
     return [part for part in parts if part.rows]
 
 
 def table_bytes_at_build(plan: Plan, rank: int) -> int:
-    """Return the most bytes that drawing the start rows of a table takes beside the table: keys, lines, weights."""
+    """Return the most bytes that drawing the start rows of a table takes beside the table: keys, lines, weights.
+
+    The start rows of a table with tiers are drawn in the steps that need them.
+    """
     most = 0
     for part in _tables_on(plan, rank):
+        if part.grows or part.places is not None:
+            continue
         at_once = min(part.rows, _START_ROWS)
         drawn = (part.line_bytes + part.weight_bytes) * at_once // part.rows
-        most = max(most, 0 if part.grows else part.rows * _KEY_BYTES + drawn)
+        most = max(most, part.rows * _KEY_BYTES + drawn)
     return most
 
 
 def table_bytes_at_save(plan: Plan, rank: int) -> int:
-    """Return the bytes of the copies of table rows that a save writes at a time."""
-    return min(sum(part.line_bytes for part in _tables_on(plan, rank)), _CHUNK_BYTES)
+    """Return the bytes of table rows that a save holds beside the tables.
+
+    Of large tables that is a block of a file, and the lines of a few rows: in the window of a table with tiers, as they
+    are read, and copied; and for dynamic tables the order of all rows. Other tables are copied before the first file is
+    written.
+    """
+    block, copied, order, lines = LayoutSizes().block_bytes, 0, 0, 0
+    for part in _tables_on(plan, rank):
+        if not part.is_streamed or part.whole_bytes < STREAM_BYTES:
+            copied += part.line_bytes + part.rows * _KEY_BYTES
+            continue
+        order += part.rows * _ORDER_BYTES * part.grows
+        lines = max(lines, min(block, part.weight_bytes) + _bytes_of_some(part, READ_ROWS))
+    return copied + order + lines
+
+
+def _bytes_of_some(part: _TablePart, rows: int) -> int:
+    """Return the bytes of some rows on their way from a table, or into it: their lines four times, and their keys."""
+    rows = min(part.rows, rows)
+    return rows * (4 * part.bytes_a_row + _KEYS_ON_THE_WAY * _KEY_BYTES)
 
 
 def _table_bytes_at_load(plan: Plan, rank: int) -> int:
-    """Return the most bytes that loading tables takes: a chunk of what was read, and one table's lines made of it."""
-    parts = _tables_on(plan, rank)
-    read = min(sum(part.line_bytes + part.rows * _KEY_BYTES for part in parts), _CHUNK_BYTES)
-    taken = 0
-    for part in parts:
-        share = min(1.0, _CHUNK_BYTES / part.line_bytes)
-        keys = part.rows * (2 * _KEY_BYTES + 1)  # those that the rank holds, their places, and a mask
-        taken = max(taken, int(share * (part.line_bytes + part.weight_bytes + keys)))
-    return read + taken
+    """Return the most bytes that loading tables takes: a chunk of rows with their keys, and the lines of some of them.
+
+    A chunk is counted over all ranks, of which a rank reads what it holds.
+    """
+    most = 0
+    for part in _tables_on(plan, rank):
+        share = min(1.0, CHUNK_BYTES / max(part.whole_bytes, 1))
+        read = share * (part.line_bytes + part.rows * _KEYS_ON_THE_WAY * _KEY_BYTES)
+        most = max(most, round(read) + _bytes_of_some(part, LOADED_ROWS))
+    return most + LayoutSizes().block_bytes * bool(most)
 
 
 def most_at_build(plan: Plan, rank: int, draws: bool, given_bytes: int = 0) -> tuple[dict[str, int], int]:

@@ -58,6 +58,7 @@ _ROWS = {
     "kept": "by forward passes for backward ones",
     "at work": "made and let go of by the Unit that runs",
     "received": "from the stages beside",
+    "rows at work": "keys, vectors, gradients and lines of table rows",
     "gathered": "whole weights of Units in use",
     "brought": "shards of weights from another tier",
     "staging": "gradients before they are reduced",

@@ -56,6 +56,7 @@ from shardwise.engine.fit.beside_steps import (
 )
 from shardwise.engine.fit.hosts import cp_hosts, exchanges_on_hosts
 from shardwise.engine.fit.outside import small_share, with_outside
+from shardwise.engine.fit.table_code import load_table_code
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
 from shardwise.engine.parts.tables import (
@@ -321,7 +322,8 @@ class JobFacts(NamedTuple):
                 "tables: every rank's batches have as many keys as the example, other keys on every rank, spread "
                 "evenly over the ranks that hold rows"
             )
-            found.append("tables: keys, their indices and rows on the way are not counted in memory")
+            if self.device.type != "cpu":
+                found.append("tables: keys, their indices and rows on the way are not counted in memory")
         return (*found, *self._assumptions_of_experts(), *self._assumptions_of_settings())
 
     def _assumptions_of_settings(self) -> tuple[str, ...]:
@@ -420,6 +422,7 @@ def _given_and_drawn(model: nn.Module, settings: RunConfig, device: torch.device
     draws = bool(on_meta) and settings.init_from is None
     beside = 0
     if device.type == "cpu":
+        load_table_code(tables_of(model))
         beside = process_bytes(settings.offload.optimizer == "disk", max(on_meta) if draws else 0)
     return beside, draws, 0 if on_meta else sum(each.nbytes for each in model.parameters())
 

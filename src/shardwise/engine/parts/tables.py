@@ -45,10 +45,12 @@ from shardwise.comm.world import World
 from shardwise.config.run import RunConfig
 from shardwise.memory.streams import to_device
 from shardwise.parallel.embedding.collection import EmbeddingCollection, collections_of
+from shardwise.parallel.embedding.placed import grouped
 from shardwise.parallel.embedding.policy import TablePolicy, TablesPolicy
 from shardwise.parallel.embedding.registered import infos
 from shardwise.parallel.embedding.rows.dynamic import DynamicIndex
 from shardwise.parallel.embedding.rows.keyed_rows import RowTally
+from shardwise.parallel.embedding.rules import row_bytes
 from shardwise.plan.mesh import Mesh
 from shardwise.plan.plan import Plan
 from shardwise.plan.validate import validate_plan
@@ -520,13 +522,26 @@ def register_tables(plan: Plan, tables: ModelTables, microbatches: int) -> None:
     ranks = plan.mesh.size("dp")
     for prefix, collection in tables.everywhere.items():
         places = {choice.table: choice.place for choice in collection.choices}
-        stage = tables.stages[prefix]
+        stage, caches = tables.stages[prefix], _cache_places(collection, ranks)
         for table in collection.tables:
             name, place = full_name(prefix, table.name), places[table.name]
-            for info in infos(name, table, collection.optimizer, place, collection.dtype, ranks, stage):
+            given = (collection.optimizer, place, collection.dtype, ranks, stage, caches.get(table.name))
+            for info in infos(name, table, *given):
                 plan.registry.add(info)
     if tables:
         validate_plan(plan, microbatches)
+
+
+def _cache_places(collection: EmbeddingCollection, ranks: int) -> dict[str, int]:
+    """Return the rows in the cache of each table's group on a rank that holds the table, for tables with tiers."""
+    found = {}
+    for group in grouped(collection.tables, collection.optimizer, collection.choices, ranks):
+        line_bytes = row_bytes(group.tables[0], group.optimizer, collection.dtype)
+        for table, place in zip(group.tables, group.places, strict=True):
+            places = group.places_in_memory(place.owner, line_bytes)
+            if places is not None:
+                found[table.name] = places
+    return found
 
 
 def _check(tables: ModelTables, settings: RunConfig) -> None:

@@ -63,8 +63,8 @@ from shardwise.parallel.embedding.saved import (
 )
 
 _log = logging.getLogger(__name__)
-_CHUNK_BYTES = 256 * 2**20
-"""Bytes of rows that are read at once."""
+CHUNK_BYTES = 64 * 2**20
+"""Bytes of rows, over all ranks, that are read at once."""
 
 # Saving ------------------------------------------------------------------------------------------------------------
 
@@ -335,9 +335,9 @@ def _load(
         line = sum(_row_bytes(manifest, kind, name) for kind in (KIND, *labels))
         keeps_scores = _keeps_scores(name, table, note, weights_only)
         here = collection if is_here else None
-        for within in chunks(counts_of(note), max(_CHUNK_BYTES // max(line, 1), 1)):
+        for within in chunks(counts_of(note), max(CHUNK_BYTES // max(line, 1), 1)):
             size = (within[1] - within[0]) * line
-            if wishes and held + size > _CHUNK_BYTES:
+            if wishes and held + size > CHUNK_BYTES:
                 _read(wishes, checkpoints, stored)
                 wishes, held = [], 0
             wishes.append(_RowRequest(name, here, table, stored, within, labels, keeps_scores))
@@ -471,7 +471,7 @@ def _stored(tables: StoredTables, name: str, note: TableNote) -> StoredTable:
     width, row_bytes = stored.shape[1], stored.shape[1] * stored.torch_dtype.itemsize
 
     def parts() -> Iterator[tuple[int, Tensor, Tensor]]:
-        for within in chunks(counts_of(note), max(_CHUNK_BYTES // row_bytes, 1)):
+        for within in chunks(counts_of(note), max(CHUNK_BYTES // row_bytes, 1)):
             yield within[0], *read_rows(tables, name, within)
 
     return StoredTable(name, note.rows, width, note.buckets is not None, parts)

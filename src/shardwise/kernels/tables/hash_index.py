@@ -92,9 +92,16 @@ class HashIndex:
         self._pairs_lock = threading.Lock()
 
     @staticmethod
-    def bytes_for(rows: int) -> int:
-        """Return the bytes of an index of ``rows`` rows of which all have come and gone, with numba."""
-        return PairMap.bytes_for(rows) + 25 * rows
+    def bytes_for(rows: int, freed: int = 0, grown: bool = False) -> int:
+        """Return the bytes of an index, with numba.
+
+        Args:
+            rows: number of rows ever in use.
+            freed: most rows that wait for another key at once.
+            grown: True if the index has grown row by row; False if it was made for so many rows.
+        """
+        pairs = PairMap.grown_bytes_for(rows) if grown else PairMap.bytes_for(rows)
+        return pairs + 17 * rows + 8 * freed
 
     def __len__(self) -> int:
         return self._rows - self._freed_count

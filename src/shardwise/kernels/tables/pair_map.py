@@ -38,6 +38,7 @@ _AHEAD = 16
 _TAKEN, _OF = 5, 8
 """Share of the slots that may be taken, as numerator and denominator."""
 
+_SLOT_BYTES = 16
 _FEWEST_SLOTS = 64
 _SPARE_SLOTS = 4096
 """Slots behind the last home. Pairs whose run of slots passes them go on at the first slot."""
@@ -63,7 +64,14 @@ class PairMap:
     @staticmethod
     def bytes_for(keys: int) -> int:
         """Return the bytes of the slots of a map that is made for this number of keys."""
-        return _slots_for(keys) * 16
+        return _slots_for(keys) * _SLOT_BYTES
+
+    @staticmethod
+    def grown_bytes_for(keys: int) -> int:
+        """Return the bytes of the slots of a map that has grown to this number of keys."""
+        slots = _slots_for(keys)
+        moved = max(_OF * keys - (_TAKEN - 1) * slots, 0)
+        return (slots + min(moved, slots)) * _SLOT_BYTES
 
     @property
     def nbytes(self) -> int:

@@ -19,15 +19,18 @@ Shapes: as above.
 from typing import NamedTuple
 
 from shardwise.base.words import bytes_text
+from shardwise.kernels.tables.hash_index import HashIndex
 from shardwise.kernels.tables.wire import RowWire
 from shardwise.parallel.embedding.layout import TablePlacement
-from shardwise.parallel.embedding.policy import PlacementName
+from shardwise.parallel.embedding.policy import PlacementName, TablePolicy
 from shardwise.tiers.row_cache import bytes_beside
-from shardwise.tiers.row_tiers import RowTiersPolicy
+from shardwise.tiers.tier_cost import segment_buffer_bytes
 
 _KEY_BYTES = 8
 _POSITION_BYTES = 4
 """Bytes of memory for each row that may be on disk."""
+_AHEAD_BYTES = 4
+"""Bytes of memory for each row of a dynamic table among which eviction searches ahead."""
 _RECORD_BYTES = 12
 """Bytes of a row on disk beside its line: a CRC and the row's number."""
 _WASTE = 2
@@ -118,7 +121,8 @@ class TierBytes(NamedTuple):
     cache: float
     """Bytes of the rows in memory."""
     indexes: float
-    """Bytes of memory of the indexes of the rows in memory and on disk."""
+    """Bytes of memory of the indexes of the rows in memory and on disk, of the index of a dynamic table's keys, and of
+    the buffers of the segments."""
     disk: float
     """Most bytes on disk, once every row has changed; 0 if nothing limits the rows."""
     hit_rate: float = 1.0
@@ -140,26 +144,40 @@ class TierBytes(NamedTuple):
 
 
 def bytes_in_tiers(
-    tiers: RowTiersPolicy,
-    static_rows: int | None,
+    table: TablePolicy,
     placement: PlacementName,
     rows: float,
     line_bytes: int,
     ranks: int,
+    group_places: int | None = None,
 ) -> TierBytes:
     """Return what a table with tiers takes on one rank that holds any part of the table.
 
+    Tables of a group share one cache and one set of segments, whose index and buffers count for each table by its part
+    of the rows in memory. With P rows in the cache of the group, of which the table has p, and R rows of the table on
+    the rank:
+
+        indexes    p / P · (index and marks of P rows + buffers of the segments) + 4 R
+                   and the index of R keys if the table is dynamic, without keys that wait for admission
+
     Args:
-        tiers: the table's tiers.
-        static_rows: rows of a static table; None if the table is dynamic.
+        table: the table, which has tiers.
         placement: placement of the table.
         rows: largest number of rows; 0 if nothing limits it.
         line_bytes: bytes of a whole row with its optimizer state.
         ranks: number of ranks.
+        group_places: rows in the cache of the group on the rank; None: the table is alone in its group.
     """
-    cached = tiers.rows_in_memory(static_rows, line_bytes, placement == "row", ranks)
+    tiers = table.tiers
+    assert tiers is not None, "the table has tiers"
+    cached = tiers.rows_in_memory(table.rows, line_bytes, placement == "row", ranks)
     held = bytes_held(placement, rows, 1, ranks) if placement == "row" else rows
     line = line_bytes / ranks if placement == "column" else line_bytes
-    indexes = bytes_beside(cached) + _POSITION_BYTES * held
+    places = group_places or cached
+    shared = bytes_beside(places) + segment_buffer_bytes(round(line))
+    indexes = shared * cached / places + _POSITION_BYTES * held
+    if table.dynamic is not None:
+        indexes += HashIndex.bytes_for(round(held), grown=True)
+        indexes += _AHEAD_BYTES * held * (table.dynamic.eviction.type != "none")
     most = held * (line + _RECORD_BYTES) * _WASTE
     return TierBytes(cached, cached * line, indexes, most, tiers.hit_rate)

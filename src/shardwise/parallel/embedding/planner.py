@@ -215,7 +215,7 @@ def _choose(
     seconds, place, sent = best
     room.take(table, place, _bytes_held(table, place, rows, line, ranks), seconds)
     if table.tiers is not None:
-        sizes = bytes_in_tiers(table.tiers, table.rows, place.placement, rows, line, ranks)
+        sizes = bytes_in_tiers(table, place.placement, rows, line, ranks)
         text = text.removesuffix("rows in tiers") + sizes.said
     return PlacementChoice(table.name, place, _why(table, best, fitting, too_large, ranks), text)
 
@@ -276,7 +276,7 @@ def _bytes_held(table: TablePolicy, place: TablePlacement, rows: float, line: in
     marks = bytes_held(place.placement, rows, MARK_BYTES, ranks) if table.marks_changes else 0.0
     if table.tiers is None:
         return bytes_held(place.placement, rows, line, ranks) + marks
-    return bytes_in_tiers(table.tiers, table.rows, place.placement, rows, line, ranks).host + marks
+    return bytes_in_tiers(table, place.placement, rows, line, ranks).host + marks
 
 
 def _rows(table: TablePolicy, optimizer: RowOptimizerPolicy, dtype: torch.dtype) -> float:

@@ -51,6 +51,7 @@ def infos(
     dtype: torch.dtype,
     ranks: int,
     stage: int = 0,
+    group_places: int | None = None,
 ) -> Iterator[TensorInfo]:
     """Yield the registry's entries of a table: its rows, then their optimizer state.
 
@@ -64,6 +65,7 @@ def infos(
         dtype: dtype of the collection.
         ranks: number of data-parallel ranks.
         stage: pipeline stage that holds the table.
+        group_places: rows in the cache of the table's group on a rank that holds the table; None: the table is alone.
     """
     rule = optimizer_of(table.optimizer or optimizer)
     rows = table.rows or 0
@@ -72,7 +74,7 @@ def infos(
     sizes = None
     if table.tiers is not None:
         line_bytes = row_bytes(table, optimizer, dtype)
-        held = bytes_in_tiers(table.tiers, table.rows, place.placement, rows, line_bytes, ranks)
+        held = bytes_in_tiers(table, place.placement, rows, line_bytes, ranks, group_places)
         sizes = TierSizes(held.rows, round(held.indexes), round(held.disk))
         # A table without a limit counts as many rows as its memory has.
         rows = rows or held.rows * (ranks if place.placement == "row" else 1)

@@ -35,6 +35,8 @@ Range = tuple[int, int]
 
 KEY, SCORE, PAIR = "key", "score", "pair"
 """Kinds of numbers of a row beside those of its line: its key, its score, and both."""
+READ_ROWS = 1 << 14
+"""Rows of which a save reads the lines at once."""
 
 
 class SavedRowRange(NamedTuple):
@@ -89,14 +91,27 @@ class StreamedRows:
         return int(self.counts.sum())
 
     def read(self, kind: str, within: Range) -> Tensor:
-        """Return the numbers of a kind of the rows in a part of one of ``ranges``: [n, columns]."""
+        """Return the numbers of a kind of the rows in a part of one of ``ranges``: [n, columns].
+
+        Whole lines are read, of ``READ_ROWS`` rows at a time. A block of a state with one number a row has millions of
+        rows, whose lines together are hundreds of times the block.
+        """
+        columns, dtype = self.columns[kind]
+        found = torch.empty(within[1] - within[0], columns, dtype=dtype)
+        for start in range(*within, READ_ROWS):
+            part = start, min(start + READ_ROWS, within[1])
+            found[part[0] - within[0] : part[1] - within[0]] = self._read(kind, self._rows_in(part))
+        return found
+
+    def _rows_in(self, within: Range) -> Tensor:
+        """Return the rows of the snapshot in a part of one of ``ranges``: int64 [n]."""
         if not isinstance(self._rows, IndexSnapshot):
-            return self._read(kind, self._rows(within))
+            return self._rows(within)
         if self._order is None:
             self._order = self._rows.order(self._mine)
         place = int(torch.searchsorted(self._starts, within[0], right=True)) - 1
         shift = int(self._firsts[place] - self._starts[place])
-        return self._read(kind, self._order[within[0] + shift : within[1] + shift].long())
+        return self._order[within[0] + shift : within[1] + shift].long()
 
 
 def _ranges_of(counts: Tensor, mine: Tensor) -> list[Range]:

@@ -23,7 +23,7 @@ from shardwise.parallel.embedding.rows.store import RowStore
 from shardwise.parallel.embedding.rows.tiered_snapshot import TieredSnapshot
 from shardwise.parallel.embedding.rules import ONE_A_ROW, state_columns
 
-_LOADED_ROWS = 1 << 16
+LOADED_ROWS = 1 << 14
 """Number of rows whose lines are made at once by a load."""
 
 
@@ -261,8 +261,8 @@ class RowContents:
                 )
             places = self._store.slab_rows(place, keys)
             start_key = self._store.starts.key(name)
-        of_mine = mine.nonzero()[:, 0].split(_LOADED_ROWS)
-        for part, of_part in zip(of_mine, places.split(_LOADED_ROWS), strict=True):
+        of_mine = mine.nonzero()[:, 0].split(LOADED_ROWS)
+        for part, of_part in zip(of_mine, places.split(LOADED_ROWS), strict=True):
             self._put(of_part, self._lines_of(name, start_key, rows, part))
         if self._store.marks is not None:
             self._store.marks.touch(places, self._store.steps + 1)
