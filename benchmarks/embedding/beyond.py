@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from shardwise.models.initial import torch_rules
 from shardwise.plan.plan import tier_of_row
 
 GIB = 2**30
-WIDTH, TABLES, SAMPLES = 64, 4, 4096
+WIDTH, TABLES, SAMPLES = 64, 4, 16384
 LINE_BYTES = 4 * (WIDTH + 1)
 """Bytes of a row with the state of row-wise Adagrad."""
 
@@ -85,7 +86,7 @@ class Clicks(nn.Module):
 
     def __init__(self, rows: int, host_bytes: int, disk: Path) -> None:
         super().__init__()
-        tiers = {"host": host_bytes // TABLES, "disk": disk}
+        tiers = {"host": host_bytes // TABLES, "disk": disk, "hit_rate": 0.5}
         self.names = [f"t{place}" for place in range(TABLES)]
         self.tables = EmbeddingCollection(
             [
@@ -102,13 +103,13 @@ class Clicks(nn.Module):
 
 
 def batch_of(step: int, rank: int, ranks: int, rows: int) -> dict[str, Any]:
-    """Return this rank's part of a step's batch: nine of ten keys among the first rows, the others anywhere."""
+    """Return this rank's part of a step's batch: half of the keys among the first rows, the others anywhere."""
     generator = torch.Generator().manual_seed(step)
     mine = slice(SAMPLES // ranks * rank, SAMPLES // ranks * (rank + 1))
     keys = {}
     for place in range(TABLES):
         found = torch.randint(0, rows, (SAMPLES,), generator=generator)
-        found[torch.rand(SAMPLES, generator=generator) < 0.9] %= 50_000
+        found[torch.rand(SAMPLES, generator=generator) < 0.5] %= 50_000
         keys[f"t{place}"] = Ragged.of_ones(found[mine])
     labels = torch.rand(SAMPLES, generator=generator).round()[mine]
     return {"keys": keys, "labels": labels}
@@ -141,22 +142,23 @@ def foresee(given: argparse.Namespace, ranks: int) -> dict[str, dict[str, int]]:
     }
 
 
-def life(given: argparse.Namespace, ranks: int, told: dict[str, dict[str, int]]) -> None:
+def life(given: argparse.Namespace, told: dict[str, dict[str, int]]) -> None:
     """Train on one rank."""
     torch.set_num_threads(1)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     limit = int(given.limit_gib * GIB)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     peak = Peak()
     model = model_of(given)
     engine = shardwise.initialize(model, config_of(given, ranks), initial=torch_rules(model))
     rank = engine.world.rank
+    foreseen = max(sum(rows.values()) for rows in told.values())
 
-    def say(what: str, phase: str, begin: float) -> None:
-        foreseen = sum(told[phase].values())
+    def say(what: str, begin: float) -> None:
         print(
             f"rank {rank} of {ranks}: {what} in {time.perf_counter() - begin:.1f} s: at most {peak.resident / GIB:.3f} "
-            f"GiB resident, {foreseen / GIB:.3f} foreseen, ratio {peak.resident / foreseen:.3f}; {peak.data / GIB:.3f} "
-            f"GiB of data, {peak.data / limit:.2f} of the limit",
+            f"GiB resident, {peak.resident / foreseen:.3f} of what was foreseen; {peak.data / GIB:.3f} GiB of data, "
+            f"{peak.data / limit:.2f} of the limit",
             flush=True,
         )
         peak.begin()
@@ -167,17 +169,17 @@ def life(given: argparse.Namespace, ranks: int, told: dict[str, dict[str, int]])
         begin = time.perf_counter()
         if (given.folder / "steps").exists():
             engine.load(given.folder / "steps")
-            say(f"loaded step {engine.step_count}", "load", begin)
+            say(f"loaded step {engine.step_count}", begin)
         stop, begin = engine.step_count + given.steps, time.perf_counter()
         while engine.step_count < stop:
             result = engine.train_step([batch_of(engine.step_count, rank, ranks, given.rows)])
         if rank == 0:
             held = ", ".join(f"{row} {size / GIB:.3f}" for row, size in engine.held_bytes().items() if size)
             print(f"step {result.step}, loss {result.loss.hex()}, held: {held} GiB")
-        say(f"trained to step {result.step}", "step", begin)
+        say(f"trained to step {result.step}", begin)
         begin = time.perf_counter()
         engine.save(given.folder / "steps")
-        say(f"saved step {engine.step_count}", "save", begin)
+        say(f"saved step {engine.step_count}", begin)
     engine.close(whole=False)
 
 
@@ -189,14 +191,18 @@ def main() -> int:
     )
     parser.add_argument("--limit-gib", type=float, default=3.0)
     parser.add_argument("--host-gib", type=float, default=1.0, help="rows in memory over all ranks")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1])
     parser.add_argument("--foresee", type=int, metavar="RANKS", help="print the forecast alone, as JSON")
+    parser.add_argument("--told", help="what was foreseen, as JSON, for a rank of a job")
     given = parser.parse_args()
     given.rows = int(given.gib * GIB / LINE_BYTES / TABLES)
     (given.folder / "disk").mkdir(parents=True, exist_ok=True)
     if given.foresee is not None:
         print(json.dumps(foresee(given, given.foresee)))
+        return 0
+    if given.told is not None:
+        life(given, json.loads(given.told))
         return 0
     for ranks in given.ranks:
         print(f"{given.gib:g} GiB of tables on {ranks} ranks, each with {given.limit_gib:g} GiB", flush=True)
@@ -205,7 +211,8 @@ def main() -> int:
         for phase in ("load", "step", "save"):
             rows = ", ".join(f"{row} {size / GIB:.3f}" for row, size in told[phase].items())
             print(f"foreseen, {phase}: {sum(told[phase].values()) / GIB:.3f} GiB: {rows}", flush=True)
-        shardwise.launch(life, given, ranks, told, ranks=ranks)
+        launch = [sys.executable, "-m", "shardwise", "launch", "--ranks", str(ranks)]
+        subprocess.run([*launch, *sys.argv, "--told", json.dumps(told)], check=True)
     return 0
 
 

@@ -21,7 +21,9 @@ _MIB = 2**20
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameter numbers of glibc's ``mallopt``."""
 _APART_BYTES = _MIB
-_HEAP_BYTES, _KEPT_FREE_BYTES = 32 * _MIB, 256 * _MIB
+MAPPED_BYTES = 32 * _MIB
+"""Least size of a piece that glibc allocates outside the heap, and returns to the system as soon as it is freed."""
+_KEPT_FREE_BYTES = 256 * _MIB
 _FREED_BYTES = 64 * _MIB
 
 
@@ -120,7 +122,7 @@ def keep_freed_memory() -> bool:
     set_heap = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
     if set_heap is None:
         return False
-    set_heap(_MMAP_THRESHOLD, _HEAP_BYTES)
+    set_heap(_MMAP_THRESHOLD, MAPPED_BYTES)
     set_heap(_TRIM_THRESHOLD, _KEPT_FREE_BYTES)
     return True
 
@@ -142,5 +144,5 @@ def apart_from_the_heap() -> Iterator[None]:
     try:
         yield
     finally:
-        set_heap(_MMAP_THRESHOLD, _HEAP_BYTES)
+        set_heap(_MMAP_THRESHOLD, MAPPED_BYTES)
         set_heap(_TRIM_THRESHOLD, 64 * _MIB)

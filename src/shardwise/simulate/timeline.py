@@ -523,7 +523,8 @@ class RankWalk:
             "leaving": sum(self._leaving),
             **self._slot_rows(staged_bytes),
             "row gradients": self._row_gradient_bytes(action),
-            "rows at work": self._passing_bytes(action),
+            "rows at work": self._passing(action, "passing_bytes"),
+            "holes": self._passing(action, "freed_bytes"),
             "kept": self._batch_bytes(passed)
             + (self._now.passing if evaluates else self.blocks.here)
             - let_go,
@@ -568,13 +569,13 @@ class RankWalk:
         rows = [table_rows(groups, ranks) for groups in lookups.values()]
         return int(max(action.microbatch, 0) * sum(each.read_bytes + each.keys_bytes for each in rows))
 
-    def _passing_bytes(self, action: Action) -> int:
-        """Return the bytes of table rows on their way in the running microbatch, on CPU ranks."""
+    def _passing(self, action: Action, which: Literal["passing_bytes", "freed_bytes"]) -> int:
+        """Return the bytes of table rows on their way in the running microbatch, or of their holes, on CPU ranks."""
         lookups = self._passed[self.ranks.unit_stages[action.unit]].lookups
         if not lookups or "host" not in self._now.near or self._now.phase == "sample":
             return 0
         ranks = self._plan.mesh.size("dp")
-        return int(sum(table_rows(groups, ranks).passing_bytes for groups in lookups.values()))
+        return int(sum(getattr(table_rows(groups, ranks), which) for groups in lookups.values()))
 
     def _waiting_bytes(self, action: Action) -> int:
         in_w = action.kind is Kind.I and action.unit in self.ranks.later_units

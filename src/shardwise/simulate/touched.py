@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardwise.base.hardware import Hardware, Product
+from shardwise.observe.memory import MAPPED_BYTES
 from shardwise.parallel.embedding.calls import GroupLoad
 from shardwise.parallel.embedding.cost import TableLoad, bytes_held, rows_touched
 from shardwise.parallel.embedding.layout import TablePlacement
@@ -173,6 +174,9 @@ class TableRows(NamedTuple):
     """Rows that a rank reads from a disk and writes back, for each table with tiers."""
     passing_bytes: float = 0.0
     """Bytes of keys, vectors, gradients and lines of rows on their way in one microbatch; see ``passing_bytes``."""
+    freed_bytes: float = 0.0
+    """Bytes of these that the heap of a CPU rank keeps free beside those in use: as many again, in pieces under
+    ``MAPPED_BYTES``. A freed piece is not taken for an aligned tensor of the same size, which needs some bytes more."""
 
 
 def passing_bytes(
@@ -216,19 +220,16 @@ def table_rows(groups: Sequence[GroupLoad], ranks: int) -> TableRows:
         line_bytes = stored.line_bytes(width, state)
         for table, place, load in zip(group.tables.tables, group.tables.places, group.loads, strict=True):
             touched = rows_touched(place, load, ranks)
+            cached = _cached_rows(table, place, line_bytes, ranks)
+            vector_bytes = width * group.wire.dtype.itemsize
+            passing = passing_bytes(table, load, touched, vector_bytes, line_bytes, cached)
+            is_small = group.whole.distinct * vector_bytes < MAPPED_BYTES
             found = TableRows(
                 found.keys_bytes + load.keys * _KEY_BYTES,
                 found.read_bytes + touched * stored.line_bytes(width, 0),
                 found.updated_bytes + touched * line_bytes,
                 found.missed + missed_rows(table, place, touched, line_bytes, ranks),
-                found.passing_bytes
-                + passing_bytes(
-                    table,
-                    load,
-                    touched,
-                    width * group.wire.dtype.itemsize,
-                    line_bytes,
-                    _cached_rows(table, place, line_bytes, ranks),
-                ),
+                found.passing_bytes + passing,
+                found.freed_bytes + passing * is_small,
             )
     return found

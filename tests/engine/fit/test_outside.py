@@ -19,7 +19,6 @@ from shardwise.engine.fit.outside import (
     DRIVER_BYTES,
     HOLES_PER_BYTE,
     HOLES_ROW,
-    MAPPED_BYTES,
     OUTSIDE_ROW,
     communicators,
     communicators_by_use,
@@ -27,6 +26,7 @@ from shardwise.engine.fit.outside import (
     small_share,
 )
 from shardwise.models import Gpt, GptPolicy
+from shardwise.observe.memory import MAPPED_BYTES
 from shardwise.plan.action import Kind
 from shardwise.simulate.passes import MeasuredPass, UnitPass
 from shardwise.simulate.storages import StorageOrigin

@@ -18,7 +18,8 @@ The bytes are estimates for CUDA and not yet measured on a device. Other acceler
 On a CPU:
 
     holes                       gradients that are made after the moment at which a step's tensors are largest, at most
-                                what passes keep in pieces under 32 MiB
+                                what passes keep in pieces under 32 MiB; and as much as the rows of tables on their way
+                                take, in such pieces
 
 glibc keeps freed pieces of less than 32 MiB for later requests and seldom joins what activations leave into the larger
 buffers of gradients, so that the process holds both; larger pieces go back to the system. With
@@ -34,6 +35,7 @@ Cost: the ranks of each axis, and one look at each message of the rank's list.
 from collections.abc import Iterable, Mapping
 
 from shardwise.engine.construction.site import EXPERT_GROUP_AXES, GROUP_AXES, has_expert_state
+from shardwise.observe.memory import MAPPED_BYTES
 from shardwise.plan.action import Kind
 from shardwise.plan.plan import Plan, bytes_by_tier, class_of
 from shardwise.plan.slices import TensorSlices
@@ -55,10 +57,6 @@ COMMUNICATOR_BYTES = 200 << 20
 """Bytes of one NCCL communicator; an estimate, not yet measured on a device: 100 to 300 MB are usual."""
 HOLES_PER_BYTE = 0.05
 """Bytes of holes for each byte of the other rows on the device; an estimate, not yet measured on a device."""
-
-
-MAPPED_BYTES = 32 << 20
-"""Least size of a piece that glibc returns to the system as soon as it is freed."""
 
 
 def with_outside(step: StepMemory, plan: Plan, device_type: str, small: float = 1.0) -> StepMemory:
@@ -95,6 +93,7 @@ def _with_heap(step: StepMemory, gradient_bytes: int, small: float) -> StepMemor
             rows = points[phase].rows
             later = gradient_bytes - rows.get("gradients", 0)
             holes = min(max(later, 0), int(small * rows.get("kept", 0)))
+            holes += rows.get(HOLES_ROW, 0)
             points[phase] = points[phase]._replace(rows={**rows, HOLES_ROW: holes} if holes else rows)
     step = step._replace(points=points)
     tiers = {**step.bytes_by_tier, "device": max(point.bytes_on(step.near) for point in step.counted)}
