@@ -10,7 +10,8 @@
     kept                         what F leaves for B, of all microbatches in flight     (passes.py)
     received                     in a pipeline, the results of RECV, until their backward pass is over
     row gradients                of rows of embedding tables, from earlier microbatches of a step
-    rows at work                 keys, vectors, gradients and lines of such rows in the running one, on CPU ranks
+    rows at work                 keys, vectors, gradients and lines of rows in DELIVER, on CPU ranks
+    holes                        on CPU ranks, what the heap keeps of these in pieces of less than 32 MiB
     waiting                      on a device, small gradients of the running Unit until one launch copies all of them
     at work                      temporary memory of the running Unit
     process                      memory from before the engine
@@ -180,6 +181,13 @@ def counts(phase: Phase, saves: bool) -> bool:
 def near_tiers(device_type: str) -> list[Tier]:
     """Return the tiers in the memory in which a rank computes."""
     return ["device", "host"] if device_type == "cpu" else ["device"]
+
+
+class _PassingRows(NamedTuple):
+    """Bytes of table rows on their way in one microbatch; see ``touched.TableRows``."""
+
+    passing_bytes: int = 0
+    freed_bytes: int = 0
 
 
 class HeldThen(NamedTuple):
@@ -416,6 +424,8 @@ class RankWalk:
             if action.unit < 0 or not self.ranks.units[action.unit].has_rows:
                 for effect in action.kind.row.memory:
                     self._effects[effect](action)
+            elif action.kind is Kind.DELIVER:
+                self._deliver(action)
         self._now.place = -1
         self._reducing.clear()
         self._received.clear()
@@ -522,9 +532,8 @@ class RankWalk:
             "reducing": sum(self._reducing.values()),
             "leaving": sum(self._leaving),
             **self._slot_rows(staged_bytes),
-            "row gradients": self._row_gradient_bytes(action),
-            "rows at work": self._passing(action, "passing_bytes"),
-            "holes": self._passing(action, "freed_bytes"),
+            "row gradients": self._row_gradient_bytes(action, action.microbatch),
+            "holes": self._table_rows_of(action).freed_bytes,
             "kept": self._batch_bytes(passed)
             + (self._now.passing if evaluates else self.blocks.here)
             - let_go,
@@ -560,22 +569,47 @@ class RankWalk:
         if whole:
             self.rows["whole weights"] = whole
 
-    def _row_gradient_bytes(self, action: Action) -> int:
-        """Return the bytes of the gradients of table rows that earlier microbatches of the step have left."""
+    def _deliver(self, action: Action) -> None:
+        """Note the moment at which the gradients of table rows are exchanged and merged, on CPU ranks."""
+        if "host" not in self._now.near:
+            return
+        earlier = max((each.microbatch for each in self.ranks.actions), default=0)
+        found = self._table_rows_of(action)
+        held = self.rows | {
+            "gradients": sum(self._gradients.values()) + sum(self._late.values()),
+            **self._slot_rows(),
+            "row gradients": self._row_gradient_bytes(action, earlier),
+            "rows at work": found.passing_bytes,
+            "holes": max(found.freed_bytes - found.passing_bytes, 0),
+            "kept": self._batch_bytes(self._passed[self.ranks.unit_stages[action.unit]]) + self.blocks.here,
+        }
+        rows = {row: size for row, size in held.items() if size}
+        title = self.ranks.units[action.unit].title
+        moment = MemoryPoint(action, title, rows, self._now.phase, self._now.place)
+        if self.peak is None or moment.bytes_on(self._now.near) > self.peak.bytes_on(self._now.near):
+            self.peak = moment
+        if self._now.target == (self._now.phase, self._now.place):
+            self._now.note(HeldThen(moment, self, None))
+
+    def _table_rows_of(self, action: Action) -> "_PassingRows":
+        """Return the bytes of table rows on their way in one microbatch of the stage of an Action, on CPU ranks."""
+        lookups = self._passed[self.ranks.unit_stages[action.unit]].lookups
+        if not lookups or "host" not in self._now.near or self._now.phase == "sample":
+            return _PassingRows()
+        ranks = self._plan.mesh.size("dp")
+        rows = [table_rows(groups, ranks) for groups in lookups.values()]
+        return _PassingRows(
+            int(sum(each.passing_bytes for each in rows)), int(sum(each.freed_bytes for each in rows))
+        )
+
+    def _row_gradient_bytes(self, action: Action, earlier: int) -> int:
+        """Return the bytes of the gradients of table rows that ``earlier`` microbatches of the step have left."""
         lookups = self._passed[self.ranks.unit_stages[action.unit]].lookups
         if not lookups or self._now.is_forward:
             return 0
         ranks = self._plan.mesh.size("dp")
         rows = [table_rows(groups, ranks) for groups in lookups.values()]
-        return int(max(action.microbatch, 0) * sum(each.read_bytes + each.keys_bytes for each in rows))
-
-    def _passing(self, action: Action, which: Literal["passing_bytes", "freed_bytes"]) -> int:
-        """Return the bytes of table rows on their way in the running microbatch, or of their holes, on CPU ranks."""
-        lookups = self._passed[self.ranks.unit_stages[action.unit]].lookups
-        if not lookups or "host" not in self._now.near or self._now.phase == "sample":
-            return 0
-        ranks = self._plan.mesh.size("dp")
-        return int(sum(getattr(table_rows(groups, ranks), which) for groups in lookups.values()))
+        return int(max(earlier, 0) * sum(each.read_bytes + each.keys_bytes for each in rows))
 
     def _waiting_bytes(self, action: Action) -> int:
         in_w = action.kind is Kind.I and action.unit in self.ranks.later_units

@@ -175,14 +175,14 @@ class TableRows(NamedTuple):
     passing_bytes: float = 0.0
     """Bytes of keys, vectors, gradients and lines of rows on their way in one microbatch; see ``passing_bytes``."""
     freed_bytes: float = 0.0
-    """Bytes of these that the heap of a CPU rank keeps free beside those in use: as many again, in pieces under
-    ``MAPPED_BYTES``. A freed piece is not taken for an aligned tensor of the same size, which needs some bytes more."""
+    """Bytes that the heap of a CPU rank keeps of these when they are freed, in pieces under ``MAPPED_BYTES``: twice as
+    many. A freed piece does not serve an aligned tensor of the same size, which needs some bytes more."""
 
 
 def passing_bytes(
     table: TablePolicy, load: TableLoad, served: float, vector_bytes: int, line_bytes: int, cached: int
 ) -> float:
-    """Return the most bytes of a table's rows on their way through a microbatch on a rank, all held at once.
+    """Return the bytes of a table's rows on their way through a microbatch on a rank, as if all were held at once.
 
     With N keys, U distinct ones, A rows that the rank serves, vectors of v bytes, and for a table with tiers lines of l
     bytes, M rows that are missing from P in memory:
@@ -230,6 +230,6 @@ def table_rows(groups: Sequence[GroupLoad], ranks: int) -> TableRows:
                 found.updated_bytes + touched * line_bytes,
                 found.missed + missed_rows(table, place, touched, line_bytes, ranks),
                 found.passing_bytes + passing,
-                found.freed_bytes + passing * is_small,
+                found.freed_bytes + 2 * passing * is_small,
             )
     return found

@@ -41,8 +41,8 @@ _DRAW_BYTES = 8
 _START_ROWS = 1 << 16
 """Rows of a table that are drawn at a time (parallel/embedding/rows/store.py)."""
 _KEY_BYTES = 8
-_KEYS_ON_THE_WAY = 8
-"""Tensors of keys, rows and places that a load or a save makes for the rows that it moves."""
+_KEYS_ON_THE_WAY = 3
+"""Tensors of keys, rows and places that a load or a save makes beside the keys of the rows that it moves."""
 _ORDER_BYTES = 4
 """Bytes of a row in the order in which a save reads a dynamic table."""
 _DECODED_BYTES = 4
@@ -220,30 +220,38 @@ def table_bytes_at_save(plan: Plan, rank: int) -> int:
     block, copied, order, lines = LayoutSizes().block_bytes, 0, 0, 0
     for part in _tables_on(plan, rank):
         if not part.is_streamed or part.whole_bytes < STREAM_BYTES:
-            copied += part.line_bytes + part.rows * _KEY_BYTES
+            copied += part.line_bytes
             continue
         order += part.rows * _ORDER_BYTES * part.grows
-        lines = max(lines, min(block, part.weight_bytes) + _bytes_of_some(part, READ_ROWS))
+        some = _bytes_of_some(part, READ_ROWS) + READ_ROWS * _KEYS_ON_THE_WAY * _KEY_BYTES
+        lines = max(lines, min(block, part.weight_bytes) + some)
     return copied + order + lines
 
 
 def _bytes_of_some(part: _TablePart, rows: int) -> int:
-    """Return the bytes of some rows on their way from a table, or into it: their lines four times, and their keys."""
+    """Return the bytes of some rows on their way from a table, or into it.
+
+    Their lines are made of their weights; for tables with tiers they also lie in the window, and as bytes.
+    """
     rows = min(part.rows, rows)
-    return rows * (4 * part.bytes_a_row + _KEYS_ON_THE_WAY * _KEY_BYTES)
+    lines = part.bytes_a_row + part.weight_bytes // part.rows
+    return rows * (lines if part.places is None else lines + 2 * part.bytes_a_row)
 
 
 def _table_bytes_at_load(plan: Plan, rank: int) -> int:
-    """Return the most bytes that loading tables takes: a chunk of rows with their keys, and the lines of some of them.
+    """Return the most bytes that loading tables takes: a chunk of rows with their keys, and a block of a file or lines.
 
-    A chunk is counted over all ranks, of which a rank reads what it holds.
+    A chunk is counted over all ranks and tables, of which a rank reads what it holds.
     """
-    most = 0
-    for part in _tables_on(plan, rank):
-        share = min(1.0, CHUNK_BYTES / max(part.whole_bytes, 1))
-        read = share * (part.line_bytes + part.rows * _KEYS_ON_THE_WAY * _KEY_BYTES)
-        most = max(most, round(read) + _bytes_of_some(part, LOADED_ROWS))
-    return most + LayoutSizes().block_bytes * bool(most)
+    parts = _tables_on(plan, rank)
+    if not parts:
+        return 0
+    share = min(1.0, CHUNK_BYTES / sum(part.whole_bytes for part in parts))
+    read = share * sum(part.line_bytes + part.rows * _KEY_BYTES for part in parts)
+    of_one = max(part.rows * min(1.0, CHUNK_BYTES / part.whole_bytes) for part in parts)
+    block = min(LayoutSizes().block_bytes, max(part.weight_bytes for part in parts))
+    beside = max(block, *(_bytes_of_some(part, LOADED_ROWS) for part in parts))
+    return round(read + of_one * _KEYS_ON_THE_WAY * _KEY_BYTES) + beside
 
 
 def most_at_build(plan: Plan, rank: int, draws: bool, given_bytes: int = 0) -> tuple[dict[str, int], int]:
