@@ -180,7 +180,13 @@ class TableRows(NamedTuple):
 
 
 def passing_bytes(
-    table: TablePolicy, load: TableLoad, served: float, vector_bytes: int, line_bytes: int, cached: int
+    table: TablePolicy,
+    load: TableLoad,
+    served: float,
+    vector_bytes: int,
+    line_bytes: int,
+    cached: int,
+    ranks: int,
 ) -> float:
     """Return the bytes of a table's rows on their way through a microbatch on a rank, as if all were held at once.
 
@@ -189,6 +195,7 @@ def passing_bytes(
 
         keys       8 (2 N + U + 3 A)         keys and the index of each among U; keys that came, their rows and places
         vectors    v (U + 2 A)               gradients merged by key, as they came, and merged by row
+        messages   v (U + A)                 vectors that are sent and that came, if there are several ranks
         lines      l (M + P / 64)            lines that are read, and lines that leave in one batch
 
     Args:
@@ -198,9 +205,11 @@ def passing_bytes(
         vector_bytes: bytes of a vector, v.
         line_bytes: bytes of a row with its optimizer state, l.
         cached: rows of the table in memory on the rank, P; 0 without tiers.
+        ranks: ranks over which the rows are spread.
     """
     keys = _KEY_BYTES * (2 * load.keys + load.distinct + 3 * served)
     found = keys + vector_bytes * (load.distinct + 2 * served)
+    found += vector_bytes * (load.distinct + served) * (ranks > 1)
     if table.tiers is not None:
         found += line_bytes * (served * (1 - table.tiers.hit_rate) + cached / LEAVING_PARTS)
     return found
@@ -222,7 +231,7 @@ def table_rows(groups: Sequence[GroupLoad], ranks: int) -> TableRows:
             touched = rows_touched(place, load, ranks)
             cached = _cached_rows(table, place, line_bytes, ranks)
             vector_bytes = width * group.wire.dtype.itemsize
-            passing = passing_bytes(table, load, touched, vector_bytes, line_bytes, cached)
+            passing = passing_bytes(table, load, touched, vector_bytes, line_bytes, cached, ranks)
             is_small = group.whole.distinct * vector_bytes < MAPPED_BYTES
             found = TableRows(
                 found.keys_bytes + load.keys * _KEY_BYTES,

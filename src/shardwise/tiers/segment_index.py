@@ -44,6 +44,17 @@ class RowPositions:
         """Bytes of memory that rows have touched."""
         return int(self._pieces.sum()) * min(_PIECE_BYTES, self._held.nbytes) + self._pieces.nbytes
 
+    @staticmethod
+    def bytes_for(rows: int, is_part: bool = False) -> int:
+        """Return the bytes of memory of the positions of rows from 0 on, of which all have been written.
+
+        Args:
+            rows: Number of rows.
+            is_part: True if there are addresses for more rows behind them.
+        """
+        whole = 4 * rows
+        return -(-whole // _PIECE_BYTES) * _PIECE_BYTES if is_part else whole
+
     def find(self, rows: Numbers) -> Numbers:
         """Return the position of each row, -1 for rows without a record: int64 [n] -> [n]."""
         return self._held[rows].astype(np.int64) - 1

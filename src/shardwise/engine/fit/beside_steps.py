@@ -43,6 +43,8 @@ _START_ROWS = 1 << 16
 _KEY_BYTES = 8
 _KEYS_ON_THE_WAY = 3
 """Tensors of keys, rows and places that a load or a save makes beside the keys of the rows that it moves."""
+_KEY_AND_SCORE_BYTES = 16
+"""Bytes of a dynamic table's row beside its line in a checkpoint."""
 _ORDER_BYTES = 4
 """Bytes of a row in the order in which a save reads a dynamic table."""
 _DECODED_BYTES = 4
@@ -213,14 +215,13 @@ def table_bytes_at_build(plan: Plan, rank: int) -> int:
 def table_bytes_at_save(plan: Plan, rank: int) -> int:
     """Return the bytes of table rows that a save holds beside the tables.
 
-    Of large tables that is a block of a file, and the lines of a few rows: in the window of a table with tiers, as they
-    are read, and copied; and for dynamic tables the order of all rows. Other tables are copied before the first file is
-    written.
+    Of large tables that is a block of a file, and the lines of a few rows, as they are read and copied; and for dynamic
+    tables the order of all rows. Other tables are copied before the first file is written.
     """
     block, copied, order, lines = LayoutSizes().block_bytes, 0, 0, 0
     for part in _tables_on(plan, rank):
         if not part.is_streamed or part.whole_bytes < STREAM_BYTES:
-            copied += part.line_bytes
+            copied += part.line_bytes + part.rows * _KEY_AND_SCORE_BYTES * part.grows
             continue
         order += part.rows * _ORDER_BYTES * part.grows
         some = _bytes_of_some(part, READ_ROWS) + READ_ROWS * _KEYS_ON_THE_WAY * _KEY_BYTES
@@ -231,11 +232,11 @@ def table_bytes_at_save(plan: Plan, rank: int) -> int:
 def _bytes_of_some(part: _TablePart, rows: int) -> int:
     """Return the bytes of some rows on their way from a table, or into it.
 
-    Their lines are made of their weights; for tables with tiers they also lie in the window, and as bytes.
+    Their lines are made of their weights; for tables with tiers they are also copied as bytes.
     """
     rows = min(part.rows, rows)
     lines = part.bytes_a_row + part.weight_bytes // part.rows
-    return rows * (lines if part.places is None else lines + 2 * part.bytes_a_row)
+    return rows * (lines if part.places is None else lines + part.bytes_a_row)
 
 
 def _table_bytes_at_load(plan: Plan, rank: int) -> int:

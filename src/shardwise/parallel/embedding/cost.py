@@ -23,12 +23,12 @@ from shardwise.kernels.tables.hash_index import HashIndex
 from shardwise.kernels.tables.wire import RowWire
 from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.policy import PlacementName, TablePolicy
+from shardwise.parallel.embedding.rows.rows_in_tiers import WINDOW_ROWS
 from shardwise.tiers.row_cache import bytes_beside
+from shardwise.tiers.segment_index import RowPositions
 from shardwise.tiers.tier_cost import segment_buffer_bytes
 
 _KEY_BYTES = 8
-_POSITION_BYTES = 4
-"""Bytes of memory for each row that may be on disk."""
 _AHEAD_BYTES = 4
 """Bytes of memory for each row of a dynamic table among which eviction searches ahead."""
 _RECORD_BYTES = 12
@@ -121,8 +121,8 @@ class TierBytes(NamedTuple):
     cache: float
     """Bytes of the rows in memory."""
     indexes: float
-    """Bytes of memory of the indexes of the rows in memory and on disk, of the index of a dynamic table's keys, and of
-    the buffers of the segments."""
+    """Bytes of memory of the indexes of the rows in memory and on disk, of the index of a dynamic table's keys, of the
+    buffers of the segments, and of the window through which saves and loads copy lines."""
     disk: float
     """Most bytes on disk, once every row has changed; 0 if nothing limits the rows."""
     hit_rate: float = 1.0
@@ -157,7 +157,7 @@ def bytes_in_tiers(
     of the rows in memory. With P rows in the cache of the group, of which the table has p, and R rows of the table on
     the rank:
 
-        indexes    p / P · (index and marks of P rows + buffers of the segments) + 4 R
+        indexes    p / P · (index and marks of P rows + buffers of the segments + window) + 4 R
                    and the index of R keys if the table is dynamic, without keys that wait for admission
 
     Args:
@@ -174,8 +174,8 @@ def bytes_in_tiers(
     held = bytes_held(placement, rows, 1, ranks) if placement == "row" else rows
     line = line_bytes / ranks if placement == "column" else line_bytes
     places = group_places or cached
-    shared = bytes_beside(places) + segment_buffer_bytes(round(line))
-    indexes = shared * cached / places + _POSITION_BYTES * held
+    shared = bytes_beside(places) + segment_buffer_bytes(round(line)) + min(places, WINDOW_ROWS) * line
+    indexes = shared * cached / places + RowPositions.bytes_for(round(held), table.dynamic is not None)
     if table.dynamic is not None:
         indexes += HashIndex.bytes_for(round(held), grown=True)
         indexes += _AHEAD_BYTES * held * (table.dynamic.eviction.type != "none")
