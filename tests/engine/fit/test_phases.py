@@ -24,8 +24,8 @@ from shardwise.simulate.timeline import StepMemory
 CPU = torch.device("cpu")
 TOKENS = torch.arange(4 * 64).view(4, 64)
 BATCH = {"tokens": TOKENS, "targets": TOKENS}
-ROWS = ("process", "rings", "holes")
-"""Rows that a dispatch mode does not see."""
+ROWS = ("process", "rings", "holes", "table rows")
+"""Rows that a dispatch mode does not see; another thread reads rows of tables for a save."""
 
 
 def gpt(**given: Any) -> nn.Module:
@@ -124,7 +124,7 @@ def check_other(ranks: Any, count: int, name: str, given: dict[str, Any], folder
         assert rows.get("buffers", 0) == sum(each.nbytes for each in make().buffers())
         assert step.points["save"].rows["save"] == pytest.approx(real["row save"], abs=64)
         for phase, size in foreseen(step, batch).items():
-            assert size == pytest.approx(real[phase] + tables, rel=0.01), phase
+            assert size == pytest.approx(real[phase] + tables, rel=0.015), phase
 
 
 @pytest.mark.parametrize("name", ["resnet", "dlrm"])

@@ -83,7 +83,7 @@ def streamed(tables: EmbeddingCollection, live: LiveBytes) -> dict[str, int]:
     """Most bytes of storages while a save reads a block of each kind of number of the large table."""
     tables.saved.begin_save()
     found = tables.saved.rows_to_stream("many")
-    assert found is not None, "a table of this size is read when it is written"
+    assert found is not None, "rows of this table are read when they are written"
     most = {}
     for kind, (columns, dtype) in found[0].columns.items():
         live.most = live.held

@@ -25,7 +25,6 @@ from shardwise.comm.shared_memory import ring_file_bytes
 from shardwise.engine.fit.outside import communicators_by_use, groups_of, neighbours_of
 from shardwise.engine.state.saved_tables import CHUNK_BYTES
 from shardwise.parallel.embedding.rows.row_contents import LOADED_ROWS
-from shardwise.parallel.embedding.rows.saved_rows import STREAM_BYTES
 from shardwise.parallel.embedding.saved import READ_ROWS
 from shardwise.plan.placement import Shard
 from shardwise.plan.plan import Plan, RankClass, class_of
@@ -158,7 +157,7 @@ class _TablePart(NamedTuple):
     places: int | None
     """Rows in memory; None if all are."""
     is_streamed: bool
-    """True if a save reads the rows when it writes them, if the table is large."""
+    """True if a save reads the rows when it writes them."""
     whole_bytes: int
     """Bytes of all rows of all ranks with their optimizer state."""
 
@@ -215,16 +214,18 @@ def table_bytes_at_build(plan: Plan, rank: int) -> int:
 def table_bytes_at_save(plan: Plan, rank: int) -> int:
     """Return the bytes of table rows that a save holds beside the tables.
 
-    Of large tables that is a block of a file, and the lines of a few rows, as they are read and copied; and for dynamic
-    tables the order of all rows. Other tables are copied before the first file is written.
+    That is a block of a file, and the lines of a few rows, as they are read and copied; for dynamic tables also the
+    order of all rows. Tables whose rows a snapshot cannot give are copied before the first file is written. Rows that
+    steps change while a save is written, and of which a copy is kept, are not counted.
     """
     block, copied, order, lines = LayoutSizes().block_bytes, 0, 0, 0
     for part in _tables_on(plan, rank):
-        if not part.is_streamed or part.whole_bytes < STREAM_BYTES:
+        if not part.is_streamed:
             copied += part.line_bytes + part.rows * _KEY_AND_SCORE_BYTES * part.grows
             continue
         order += part.rows * _ORDER_BYTES * part.grows
-        some = _bytes_of_some(part, READ_ROWS) + READ_ROWS * _KEYS_ON_THE_WAY * _KEY_BYTES
+        keys = min(part.rows, READ_ROWS) * _KEYS_ON_THE_WAY * _KEY_BYTES
+        some = _bytes_of_some(part, READ_ROWS) + keys
         lines = max(lines, min(block, part.weight_bytes) + some)
     return copied + order + lines
 
