@@ -65,21 +65,19 @@ def infos(
         dtype: dtype of the collection.
         ranks: number of data-parallel ranks.
         stage: pipeline stage that holds the table.
-        group_places: rows in the cache of the table's group on a rank that holds the table; None: the table is alone.
+        group_places: rows in the cache of the table's group on a rank with the table; None: the table is alone.
     """
-    rule = optimizer_of(table.optimizer or optimizer)
-    rows = table.rows or 0
+    rule, rows = optimizer_of(table.optimizer or optimizer), table.rows or 0
     if table.dynamic is not None:
         rows = capacity_of(table.dynamic, row_bytes(table, optimizer, dtype)) or 0
     sizes = None
     if table.tiers is not None:
-        line_bytes = row_bytes(table, optimizer, dtype)
-        held = bytes_in_tiers(table, place.placement, rows, line_bytes, ranks, group_places)
+        line = row_bytes(table, optimizer, dtype)
+        held = bytes_in_tiers(table, place.placement, rows, line, ranks, group_places)
         sizes = TierSizes(held.rows, round(held.indexes), round(held.disk))
         # A table without a limit counts as many rows as its memory has.
         rows = rows or held.rows * (ranks if place.placement == "row" else 1)
-    where = placement_of(place, ranks, table.dynamic is not None)
-    stored = dtypes_of(table, dtype)
+    where, stored = placement_of(place, ranks, table.dynamic is not None), dtypes_of(table, dtype)
     for label, columns in (("", table.width), *state_columns(rule, table.width)):
         is_whole = label in ONE_A_ROW and place.placement == "column"
         yield TensorInfo(
