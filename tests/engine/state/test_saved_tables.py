@@ -155,7 +155,7 @@ def test_reads_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     train(engine, 4)
     engine.save(tmp_path, asynchronous=False)
     rows = row_of(engine)
-    monkeypatch.setattr(saved_tables, "_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(saved_tables, "CHUNK_BYTES", 4096)
     other = build(join())
     other.load(tmp_path)
     assert row_of(other) == rows
