@@ -22,6 +22,8 @@ from shardwise.parallel.embedding.policy import (
     TablePolicy,
 )
 from shardwise.parallel.embedding.rows.dynamic import DynamicIndex
+from shardwise.parallel.embedding.rows.row_contents import RowContents
+from shardwise.parallel.embedding.saved import SCORE, StreamedRows
 from tests.engine.nets import Language, seeded
 from tests.engine.tables_net import batch, build, row_of, train
 
@@ -166,15 +168,26 @@ def test_a_save_in_the_middle_of_a_step_holds_the_rows_of_the_last_one(
         assert after == before
 
 
-def test_a_save_asks_of_rows_what_a_load_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["copied", "read as they are written"])
+def test_a_save_asks_of_rows_what_a_load_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     engine = click(join(quiet=True), Click())
     engine.train_step([{"keys": [[1, 2]]}])
     engine.save(tmp_path, asynchronous=False)
-    table = DynamicIndex.rows_of_last_step
-    monkeypatch.setattr(
-        DynamicIndex, "rows_of_last_step", lambda self: (*table(self)[:2], table(self)[2] + 7)
-    )
-    with pytest.raises(CheckpointError, match="nothing is written: table 'tables.t': scores from 8 to 8"):
+    table, read = DynamicIndex.rows_of_last_step, StreamedRows.read
+    words = "table 'tables.t': scores from 8 to 8 after 1 steps"
+    if way == "copied":
+        words = f"nothing is written: {words}"
+        monkeypatch.setattr(RowContents, "streams", False)
+        monkeypatch.setattr(
+            DynamicIndex, "rows_of_last_step", lambda self: (*table(self)[:2], table(self)[2] + 7)
+        )
+    else:
+        monkeypatch.setattr(
+            StreamedRows, "read", lambda self, kind, within: read(self, kind, within) + 7 * (kind == SCORE)
+        )
+    with pytest.raises(CheckpointError, match=words):
         engine.save(tmp_path, asynchronous=False)
     monkeypatch.undo()
     assert engine.load(tmp_path) == {}

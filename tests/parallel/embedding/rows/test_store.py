@@ -295,12 +295,12 @@ def test_a_table_of_12_gib(tmp_path: Path) -> None:
 
 
 def test_memory_is_counted_by_the_rows_in_it(tmp_path: Path) -> None:
-    """A table of 40 MiB of rows goes where 4 MiB are free, and the choice says what lies where."""
+    """A table of 40 MiB of rows goes where 16 MiB are free, and the choice says what lies where."""
     policies = [TablePolicy(name="t", width=19, rows=1 << 19)]
     with pytest.raises(PlanError, match="fits nowhere"):
-        EmbeddingCollection(policies).place(memory_bytes=6 << 20)
+        EmbeddingCollection(policies).place(memory_bytes=16 << 20)
     collection = EmbeddingCollection(in_tiers(policies, tmp_path, 1 << 14))
-    collection.place(memory_bytes=6 << 20)
+    collection.place(memory_bytes=16 << 20)
     assert "16,384 rows a rank in 1.2 MiB of memory" in collection.describe()
     assert "on disk" in collection.describe()
     collection.placed.close()
