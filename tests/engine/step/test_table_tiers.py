@@ -161,7 +161,8 @@ def saved_beside_steps(world: World, placement: str, home: str) -> None:
         read(snapshot, rows, memory)
 
     with tiers_net.small_segments(), patch.object(CacheSnapshot, "read", wait_and_read):
-        engine = tiers_net.build(world, placement, Path(home) / "disk", model=model)
+        few = tiers_net.FEW * max(world.size // 2, 1)  # rows of a step lie unevenly over four ranks
+        engine = tiers_net.build(world, placement, Path(home) / "disk", few, model)
         losses = trained_parts(engine, world, 0, PARTS)
         engine.save(f"{home}/saved", asynchronous=True)
         for step in range(PARTS, 2 * PARTS):
