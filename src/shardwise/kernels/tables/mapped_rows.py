@@ -151,11 +151,17 @@ def _by_table(tables: Int64s) -> list[tuple[int, Int64s]]:
 
 def _plain_find(keys: Int64s, table: TableKeys) -> Int64s:
     """Search the keys of one table in operations of numpy."""
-    if not table.keys.size:
-        return np.full(keys.size, -1, np.int64)
-    hashes = _hashes(table.keys)
-    at = np.minimum(np.searchsorted(hashes, _hashes(keys)), hashes.size - 1)
-    return np.where(table.keys[at] == keys, table.rows[at], -1)
+    buckets = (_hashes(np.ascontiguousarray(keys)) >> np.uint64(table.shift)).astype(np.int64)
+    places, stops = table.starts[buckets], table.starts[buckets + 1]
+    found = np.full(keys.size, -1, np.int64)
+    left = np.flatnonzero(places < stops)
+    while left.size:
+        is_there = table.keys[places[left]] == keys[left]
+        found[left[is_there]] = table.rows[places[left[is_there]]]
+        left = left[~is_there]
+        places[left] += 1
+        left = left[places[left] < stops[left]]
+    return found
 
 
 def _hashes(keys: Int64s) -> npt.NDArray[np.uint64]:
