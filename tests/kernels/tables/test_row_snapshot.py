@@ -1,5 +1,6 @@
 """Rows that a save reads while steps change them: those of the step at which the save began, in every layout."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from torch import Tensor
 from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.kernels.tables import index_snapshot, row_snapshot
+from shardwise.kernels.tables.kept_rows import KeptRows
+from shardwise.kernels.tables.row_snapshot import StoreSnapshot
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import (
     AdmissionPolicy,
@@ -150,3 +153,33 @@ def test_a_save_between_a_forward_pass_and_its_step_copies() -> None:
         return []
 
     on_ranks(1, save)
+
+
+def test_a_second_reader_waits_for_copies_that_the_first_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.zeros(4, 1)
+    snapshot = StoreSnapshot([memory], [range(4)], [], [])
+    snapshot.keep(torch.tensor([2]))
+    memory[2] = 1
+    has_taken, go, put = threading.Event(), threading.Event(), KeptRows.put
+
+    def wait_and_put(kept: KeptRows, rows: Tensor, columns: Any, copied: Any) -> None:
+        if threading.current_thread().name == "first":
+            has_taken.set()
+            assert go.wait(20)
+        put(kept, rows, columns, copied)
+
+    monkeypatch.setattr(KeptRows, "put", wait_and_put)
+    found: dict[str, float] = {}
+
+    def read() -> None:
+        found[threading.current_thread().name] = float(snapshot.read(torch.tensor([2]))[0])
+
+    readers = [threading.Thread(target=read, name=name) for name in ("first", "second")]
+    readers[0].start()
+    assert has_taken.wait(20)
+    readers[1].start()
+    readers[1].join(0.1)  # without the lock it has read the changed row by now
+    go.set()
+    for reader in readers:
+        reader.join()
+    assert found == {"first": 0.0, "second": 0.0}

@@ -67,12 +67,14 @@ class IndexSnapshot:
 
     def _read(self, rows: Tensor, at: Tensor | slice) -> list[Tensor]:
         """Return keys, scores and states of rows, which ``at`` names too."""
-        with self._lock:
-            live = [
-                column[at].clone() if isinstance(at, slice) else column[at] for column in self._index.columns
-            ]
-            copied = self._kept.take()
-        self._kept.put(rows, live, copied)
+        with self._kept.reading:
+            with self._lock:
+                live = [
+                    column[at].clone() if isinstance(at, slice) else column[at]
+                    for column in self._index.columns
+                ]
+                copied = self._kept.take()
+            self._kept.put(rows, live, copied)
         give_way()
         return live
 

@@ -6,6 +6,7 @@
 The step touches as little memory as it can, because a page of memory that is new costs it some microseconds, and a row
 is anywhere in a table: one bit a row, and the copies one after another. The larger array, from rows to copies, is the
 reader's. Both sides hold one lock for what they share: ``first``, ``keep`` and ``take`` run under it, ``put`` need not.
+A reader holds ``reading`` from ``take`` to the end of ``put``: what one has taken, another finds only afterwards.
 
 Memory for all copies is reserved (slab.py) and taken as rows are copied, so that more of them move none.
 
@@ -50,7 +51,8 @@ class KeptRows:
         self._new: Copied = []
         self._where = reserve(rows, 1, torch.int32, small_first=True).view(-1)
         """Place of a row's copy plus 1, and 0 for a row without one; the reader's."""
-        self._reading = threading.Lock()
+        self.reading = threading.Lock()
+        """Lock that a reader holds from ``take`` to the end of ``put``."""
 
     @property
     def nbytes(self) -> int:
@@ -84,10 +86,9 @@ class KeptRows:
             columns: what was read of them, one tensor a column.
             copied: what ``take`` has returned under the lock under which they were read.
         """
-        with self._reading:
-            for first, those in copied:
-                self._where[those] = torch.arange(first + 1, first + 1 + those.numel(), dtype=torch.int32)
-            places = self._where[rows]
+        for first, those in copied:
+            self._where[those] = torch.arange(first + 1, first + 1 + those.numel(), dtype=torch.int32)
+        places = self._where[rows]
         kept = places.nonzero()[:, 0]
         if kept.numel():
             source = places[kept].long() - 1

@@ -77,10 +77,11 @@ class StoreSnapshot:
         found = [each.new_empty(rows.numel(), each.shape[1]) for each in self._memory]
         for start in range(0, rows.numel(), _CHUNK_ROWS):
             part = rows[start : start + _CHUNK_ROWS]
-            with self._lock:
-                lines = [each.index_select(0, part) for each in self._memory]
-                copied = self._kept.take()
-            self._kept.put(self._numbers(part)[0], lines, copied)
+            with self._kept.reading:
+                with self._lock:
+                    lines = [each.index_select(0, part) for each in self._memory]
+                    copied = self._kept.take()
+                self._kept.put(self._numbers(part)[0], lines, copied)
             give_way()
             for whole, each in zip(found, lines, strict=True):
                 whole[start : start + part.numel()] = each
