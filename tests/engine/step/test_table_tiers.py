@@ -2,7 +2,6 @@
 through saves, loads by other engines, evaluations, and steps that are given up."""
 
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -150,7 +149,6 @@ def trained_parts(engine: Any, world: World, first: int, stop: int) -> list[floa
 
 def saved_beside_steps(world: World, placement: str, home: str) -> None:
     """The thread that writes a step may read a window of rows only when another step is over."""
-    model: Mapping[str, Any] = {"dtype": "fp32"}  # without an exact Adam, whose saves steps wait for
     may_read, read = threading.Semaphore(0), CacheSnapshot.read
     windows = 0
 
@@ -162,7 +160,7 @@ def saved_beside_steps(world: World, placement: str, home: str) -> None:
 
     with tiers_net.small_segments(), patch.object(CacheSnapshot, "read", wait_and_read):
         few = tiers_net.FEW * max(world.size // 2, 1)  # rows of a step lie unevenly over four ranks
-        engine = tiers_net.build(world, placement, Path(home) / "disk", few, model)
+        engine = tiers_net.build(world, placement, Path(home) / "disk", few)
         losses = trained_parts(engine, world, 0, PARTS)
         engine.save(f"{home}/saved", asynchronous=True)
         for step in range(PARTS, 2 * PARTS):
@@ -175,13 +173,13 @@ def saved_beside_steps(world: World, placement: str, home: str) -> None:
         losses += trained_parts(engine, world, 2 * PARTS, 2 * PARTS + 3)
         after = tiers_net.state_of(engine)
         engine.close()
-    plain = tiers_net.build(world, placement, None, model=model)
+    plain = tiers_net.build(world, placement, None)
     assert losses[:PARTS] == trained_parts(plain, world, 0, PARTS)
     expected = tiers_net.state_of(plain)
     assert losses[PARTS:] == trained_parts(plain, world, PARTS, 2 * PARTS + 3)
     assert tiers_net.is_same(after, tiers_net.state_of(plain)), "a save changes no later step"
     plain.close()
-    loaded = tiers_net.build(world, placement, None, model=model)
+    loaded = tiers_net.build(world, placement, None)
     loaded.load(f"{home}/saved")
     assert tiers_net.is_same(tiers_net.state_of(loaded), expected), "the save holds its own step"
     loaded.close()

@@ -181,7 +181,6 @@ def _tables_on(plan: Plan, rank: int) -> list[_TablePart]:
         tiers, is_cut = infos[weight].tiers, isinstance(infos[weight].on("dp"), Shard)
         if is_cut:
             rows = infos[weight].shape[0]
-        is_exact = any(info.label == "step" for info in infos)  # reading such a row changes it
         parts.append(
             _TablePart(
                 rows,
@@ -189,7 +188,7 @@ def _tables_on(plan: Plan, rank: int) -> list[_TablePart]:
                 sum(sizes),
                 infos[weight].grows,
                 None if tiers is None else tiers.rows,
-                not is_cut and (tiers is not None or not is_exact),
+                not is_cut,
                 sum(wholes),
             )
         )

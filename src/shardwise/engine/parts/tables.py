@@ -189,14 +189,6 @@ class ModelTables:
         return any(table.tiers is not None for _, _, table in self.each())
 
     @property
-    def hold_up_saves(self) -> bool:
-        """True if steps wait for saves: reading a row of an exact Adam in tiers changes it, for all later steps."""
-        return any(
-            table.tiers is not None and (table.optimizer or collection.optimizer).exact
-            for _, collection, table in self.each()
-        )
-
-    @property
     def step_bytes(self) -> int:
         """Bytes in host memory for rows on a device: the step of each row's last update, for an exact Adam."""
         parts = (part for collection in self.collections.values() for part in collection.placed.parts)
@@ -205,7 +197,7 @@ class ModelTables:
     def copies(self, mesh: Mesh, rank: int) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
         """Yield (tables, rows with their optimizer state, ranks that hold the same) of the groups of this rank.
 
-        Groups whose rows change when they are read are left out, because copies then differ between two updates.
+        Groups with an exact Adam are left out: each rank replays missed steps of the rows that it reads.
         """
         for prefix, collection in self.collections.items():
             for part in collection.placed.parts:

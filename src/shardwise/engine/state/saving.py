@@ -130,7 +130,7 @@ def _save(
             for item in items_to_save(parts, labels, stateless, opened)
         ]
         # An asynchronous save would copy the disk's state into memory.
-        if _is_on_disk(parts) or parts.tables.hold_up_saves:
+        if _is_on_disk(parts):
             options["asynchronous"] = False
         parts.folders.at(folder).save(
             progress.step_count,

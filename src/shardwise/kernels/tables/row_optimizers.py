@@ -124,24 +124,24 @@ def plain_update(
         w -= (g + state * optimizer.momentum if optimizer.nesterov else state) * lr
     elif isinstance(optimizer, Adagrad):
         state += g * g
-        w -= g * lr / (_root(state) + optimizer.eps)
+        w -= g * lr / (root_of(state) + optimizer.eps)
     elif isinstance(optimizer, RowwiseAdagrad):
         state[:, 0] += row_mean_squares(g) if mean_squares is None else mean_squares
-        w -= g * (_divided(lr, _root(state) + optimizer.eps))
+        w -= g * (_divided(lr, root_of(state) + optimizer.eps))
     elif isinstance(optimizer, Adam):
         size, root, keep, rest1, rest2, eps, _ = numbers
         m, v = state[:, :width], state[:, width : 2 * width]
         m += (g - m) * rest1
         v += (g * g - v) * rest2
         w *= keep
-        w -= m * size / (_root(v) / root + eps)
+        w -= m * size / (root_of(v) / root + eps)
         state[:, 2 * width :] = step
     else:
         z, n = state[:, :width], state[:, width:]
         after = n + g * g
-        z += g - (_root(after) - _root(n)) / lr * w
+        z += g - (root_of(after) - root_of(n)) / lr * w
         n.copy_(after)
-        shrunk = (z.sign() * optimizer.l1 - z) / ((_root(after) + optimizer.beta) / lr + optimizer.l2)
+        shrunk = (z.sign() * optimizer.l1 - z) / ((root_of(after) + optimizer.beta) / lr + optimizer.l2)
         w.copy_(torch.where(z.abs() <= optimizer.l1, torch.zeros_like(z), shrunk))
     slab[rows] = held
 
@@ -218,7 +218,7 @@ def _stands_still(optimizer: RowOptimizer, lr: float, dtype: torch.dtype) -> boo
     return isinstance(optimizer, Ftrl) and float(torch.tensor(lr, dtype=dtype)) == 0
 
 
-def _root(x: Tensor) -> Tensor:
+def root_of(x: Tensor) -> Tensor:
     """Return square roots rounded correctly; torch's on the CPU, from MKL, differ in the last bit in one of five."""
     return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
 

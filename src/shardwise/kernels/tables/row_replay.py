@@ -1,29 +1,45 @@
 """Replay of the steps that rows missed before the rows are read: so an Adam on touched rows is Adam on the whole table.
 
-A row of an ``exact`` Adam stores the step up to which it is updated. In a step without gradient m and v only decay:
+A row of an ``exact`` Adam stores the step up to which it is updated. A step that it missed is the step of
+row_optimizers.py with a gradient of 0:
 
-    m = beta1 m;  v = beta2 v;  w = keep w - lr / (1 - beta1^t) · m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+    m -= (1 - beta1) m;  v -= (1 - beta2) v;  w = keep w - lr / (1 - beta1^t) · m / by
+    by = sqrt(v) / sqrt(1 - beta2^t) + eps;   m = 0 if |m| <= 2^-60 by
 
-so |m| / sqrt(v) falls by beta1 / sqrt(beta2) a step; when that is under 2^-60 of its start (``Adam.horizon``), the rest
-is closed form. keep is the share of a weight that decay leaves in a step.
+keep is the share of a weight that decay leaves in a step. Each step is rounded to the dtype of the slab, as a step with
+a gradient is. So it does not matter when a row is read, by whom and how often: a replay of ten steps has the bits of
+one of four steps and one of six. Evaluations and saves change no later step, and copies of a row on several ranks stay
+equal, although each rank replays the steps of the rows that its own batches read.
+
+|m| / sqrt(v) falls by beta1 / sqrt(beta2) a step, so a row without gradients has m = 0 after ``Adam.horizon`` steps at
+the latest. Without weight decay its weights then stay as they are, and the row rests: it keeps the step in which it
+came to rest, and v as it was then, until it has a gradient again. With weight decay no row rests.
 
 For a slab on a device the host needs the rows' steps (``stood``), because it launches each replayed step as separate
-operations; without them it must copy the steps from the device.
+operations; without them it must copy the steps from the device. With weight decay the steps beyond the horizon are one
+closed form there, so that weights depend in their last bits on when they were read.
 
-Cost:   a look for a row that is up to date, else D times the missed steps, at most the horizon's.
+Cost:   a look for a row that is up to date or rests, else D times the missed steps, at most the horizon's without
+        weight decay.
 Shapes: R rows of the slab, U rows to be read, D width.
 """
 
+import copy
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shardwise.kernels.tables.compiled import ahead, array, loop, prefetch, runs_compiled
+from shardwise.kernels.tables.row_optimizers import root_of
 from shardwise.kernels.tables.row_rules import Adam, adam_step
 from shardwise.kernels.tables.slab import check_rows
+
+_SMALLEST = 2.0**-60
+"""Share of its divisor under which the first moment of a missed step is 0: it moves no weight any more."""
 
 
 class StepHistory:
@@ -54,6 +70,10 @@ class StepHistory:
         size, root, keep = adam_step(self._optimizer, lr, self._count)
         kept = self._columns[4, self._count - 1] + math.log(keep)
         self._columns[:, self._count] = lr, size, root, keep, kept
+
+    def frozen(self) -> "StepHistory":
+        """Return the steps so far, to which steps that are appended later are not added."""
+        return copy.copy(self)  # a step never changes the columns of the steps before it
 
     @property
     def lrs(self) -> list[float]:
@@ -88,19 +108,19 @@ def catch_up(
     rows: Tensor,
     width: int,
     stood: Tensor | None = None,
+    *,
+    for_update: bool = False,
 ) -> None:
     """Replay the steps that rows missed, up to the last of ``history``. Call this function before rows are read.
-
-    A row that is up to date costs a look. A checkpoint needs no replay: the state and ``lrs`` are enough to replay
-    later.
 
     Args:
         history: learning rates of the steps.
         optimizer: an exact Adam.
         slab: lines of the table, [R, 3 D + 1].
-        rows: rows to update, int64 [U].
+        rows: rows to update, each named once, int64 [U].
         width: columns of weights, D.
         stood: step up to which each row is updated, on the host, int [U]; needed for speed if the slab is on a device.
+        for_update: True if the rows have gradients in the running step, so that no row rests any more.
 
     Raises:
         ValueError: if ``optimizer`` is not exact.
@@ -111,62 +131,68 @@ def catch_up(
     if len(rows) == 0 or len(history) == 0:
         return
     check_rows(slab, rows)
-    horizon = len(history) if optimizer.horizon is None else min(optimizer.horizon, len(history))
-    numbers = (optimizer.beta1, optimizer.beta2, optimizer.eps)
-    if not runs_compiled(slab, rows):
+    if runs_compiled(slab, rows):
+        real = np.float32 if slab.dtype == torch.float32 else np.float64
+        numbers = [real(x) for x in (1 - optimizer.beta1, 1 - optimizer.beta2, optimizer.eps, _SMALLEST)]
+        steps = (history.sizes, history.roots, history.keeps)
+        rests = optimizer.weight_decay == 0
+        _catch_up(slab.detach().numpy(), array(rows), width, *steps, rests, *numbers)
+    else:
         stood = slab[rows, 3 * width].cpu() if stood is None else stood
         if int(stood.min()) < len(history):
-            _plain_catch_up(history, slab, rows, width, horizon, stood, *numbers)
-        return
-    steps = (history.sizes, history.roots, history.keeps, history.kept)
-    _catch_up(slab.detach().numpy(), array(rows), width, *steps, horizon, *numbers)
+            _plain_catch_up(history, optimizer, slab, rows, width, stood)
+    if for_update:
+        _end_rest(len(history), optimizer, slab, rows, width)
 
 
-def plain_catch_up(history: StepHistory, optimizer: Adam, slab: Tensor, rows: Tensor, width: int) -> None:
-    """Run ``catch_up`` in torch operations, every step replayed: the reference."""
-    numbers = (optimizer.beta1, optimizer.beta2, optimizer.eps)
-    stood = slab[rows, 3 * width].cpu()
-    _plain_catch_up(history, slab, rows, width, len(history), stood, *numbers)
+def _end_rest(last: int, optimizer: Adam, slab: Tensor, rows: Tensor, width: int) -> None:
+    """Let v of rows that rest decay until step ``last``, in one multiplication; their m is 0."""
+    steps = slab[rows, 3 * width]
+    if slab.device.type == "cpu":  # elsewhere a look would wait for the device
+        behind = steps < last
+        if not bool(behind.any()):
+            return
+        rows, steps = rows[behind], steps[behind]
+    left = optimizer.beta2 ** (last - steps.double())
+    slab[rows, 2 * width : 3 * width] *= left.to(slab.dtype)[:, None]
+    slab[rows, 3 * width] = float(last)
 
 
 def _plain_catch_up(
-    history: StepHistory,
-    slab: Tensor,
-    rows: Tensor,
-    width: int,
-    horizon: int,
-    stood: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
+    history: StepHistory, optimizer: Adam, slab: Tensor, rows: Tensor, width: int, stood: Tensor
 ) -> None:
-    held = slab[rows].double()
+    """Replay steps in torch operations, on any device, with the bits of the loop on the CPU."""
+    last, horizon, rests = len(history), optimizer.horizon, optimizer.weight_decay == 0
+    is_closed = not rests and slab.device.type != "cpu" and horizon is not None
+    most = last if horizon is None or not (rests or is_closed) else horizon
+    held = slab[rows]
     w, m, v, first = held.split([width, width, width, 1], 1)
-    last = len(history)
-    for step in _missed(stood, last, horizon):
-        behind = (first < step) & (step <= first + horizon)
-        m.copy_(torch.where(behind, m * beta1, m))
-        v.copy_(torch.where(behind, v * beta2, v))
-        moved = m * history.sizes[step] / (v.sqrt() / history.roots[step] + eps)
-        w.copy_(torch.where(behind, w * history.keeps[step] - moved, w))
-    left = (last - stood.double() - horizon).clamp(min=0)
-    if bool(left.any()):
-        kept = torch.from_numpy(history.kept)
-        rest = torch.stack([(kept[last] - kept[(last - left).long()]).exp(), beta1**left, beta2**left])
-        if slab.device.type != "cpu":
-            rest = rest.pin_memory().to(slab.device, non_blocking=True)
-        for part, factor in zip((w, m, v), rest, strict=True):
-            part.mul_(factor[:, None])
-    first.fill_(last)
-    slab[rows] = held.to(slab.dtype)
+    for step in _missed(stood, last, most):
+        moves = (first < step) & (step <= first + most)
+        if rests:
+            moves &= (m != 0).any(1, keepdim=True)
+        size, root, keep = (float(each[step]) for each in (history.sizes, history.roots, history.keeps))
+        m_after, v_after = m - m * (1 - optimizer.beta1), v - v * (1 - optimizer.beta2)
+        by = root_of(v_after) / root + optimizer.eps
+        m_after[m_after.abs() <= by * _SMALLEST] = 0
+        for part, after in ((w, w * keep - m_after * size / by), (m, m_after), (v, v_after)):
+            part.copy_(torch.where(moves, after, part))
+        first.copy_(torch.where(moves, step, first))
+    if is_closed:
+        kept = torch.from_numpy(history.kept).to(slab.device)
+        left = last - first.double()
+        w.mul_((kept[last] - kept[first.long()]).exp())
+        v.mul_(optimizer.beta2**left)
+        first.fill_(last)
+    slab[rows] = held
 
 
-def _missed(stood: Tensor, last: int, horizon: int) -> list[int]:
-    """Return the steps that some row must replay, in their order."""
+def _missed(stood: Tensor, last: int, most: int) -> list[int]:
+    """Return the steps that some row must replay, at most ``most`` for each row, in their order."""
     found: list[int] = []
     for first in stood.unique().tolist():
         begin = max(int(first), found[-1] if found else 0)
-        found += range(begin + 1, min(int(first) + horizon, last) + 1)
+        found += range(begin + 1, min(int(first) + most, last) + 1)
     return found
 
 
@@ -178,37 +204,61 @@ def _catch_up(
     sizes: np.ndarray,
     roots: np.ndarray,
     keeps: np.ndarray,
-    kept: np.ndarray,
-    horizon: int,
-    beta1: float,
-    beta2: float,
-    eps: float,
+    rests: bool,
+    rest1: Any,
+    rest2: Any,
+    eps: Any,
+    smallest: Any,
 ) -> None:
     last = sizes.size - 1
-    held = np.empty((3, width))
+    number, by = np.zeros(4, slab.dtype), np.empty(width, slab.dtype)
+    zero = number[3]
     far = ahead(slab.shape[1] * slab.itemsize)
     for i in range(rows.size):
         if i + far < rows.size:
             prefetch(slab, rows[i + far], slab.shape[1])
         row = rows[i]
-        first = int(slab[row, 3 * width])
-        if first >= last:
+        step = int(slab[row, 3 * width])
+        if step >= last:
             continue
-        for j in range(width):
-            held[0, j] = slab[row, j]
-            held[1, j] = slab[row, width + j]
-            held[2, j] = slab[row, 2 * width + j]
-        replayed = min(last, first + horizon)
-        for step in range(first + 1, replayed + 1):
+        w, m, v = slab[row, :width], slab[row, width : 2 * width], slab[row, 2 * width : 3 * width]
+        while step < last:
+            still = 0
+            while still < width and m[still] == 0:
+                still += 1
+            if still == width:
+                if not rests:
+                    _decay(w, v, step, keeps, rest2, number)
+                    step = last
+                break
+            step += 1
+            number[0], number[1], number[2] = (
+                sizes[step],
+                roots[step],
+                keeps[step],
+            )  # in the dtype of the slab
+            size, root, keep = number[0], number[1], number[2]
             for j in range(width):
-                held[1, j] *= beta1
-                held[2, j] *= beta2
-                moved = held[1, j] * sizes[step] / (math.sqrt(held[2, j]) / roots[step] + eps)
-                held[0, j] = held[0, j] * keeps[step] - moved
-        fade1, fade2 = beta1 ** (last - replayed), beta2 ** (last - replayed)
-        keep = math.exp(kept[last] - kept[replayed])
-        for j in range(width):
-            slab[row, j] = held[0, j] * keep
-            slab[row, width + j] = held[1, j] * fade1
-            slab[row, 2 * width + j] = held[2, j] * fade2
-        slab[row, 3 * width] = last
+                v[j] -= v[j] * rest2
+            for j in range(width):
+                by[j] = math.sqrt(v[j]) / root + eps
+            for j in range(width):
+                decayed = m[j] - m[j] * rest1
+                m[j] = zero if abs(decayed) <= smallest * by[j] else decayed
+            for j in range(width):
+                w[j] = w[j] * keep - m[j] * size / by[j]
+        slab[row, 3 * width] = step
+
+
+@loop
+def _decay(
+    w: np.ndarray, v: np.ndarray, first: int, keeps: np.ndarray, rest2: Any, number: np.ndarray
+) -> None:
+    """Replay the steps after ``first`` of a row whose first moments are 0."""
+    for step in range(first + 1, keeps.size):
+        number[0] = keeps[step]
+        keep = number[0]
+        for j in range(w.size):
+            w[j] *= keep
+        for j in range(v.size):
+            v[j] -= v[j] * rest2

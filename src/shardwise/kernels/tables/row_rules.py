@@ -109,11 +109,18 @@ class Adam(NamedTuple):
 
     @property
     def horizon(self) -> int | None:
-        """Number of missed steps after which moments no longer move a row; None if they always do."""
+        """Number of missed steps after which moments no longer move a row; None if they always do.
+
+        |m| / sqrt(v) is at most (1 - beta1) / sqrt((1 - beta2) (1 - beta1² / beta2)), whatever the gradients were, and
+        falls by beta1 / sqrt(beta2) a step. Two steps more are for rounding.
+        """
         ratio = self.beta1 / math.sqrt(self.beta2) if self.beta2 > 0 else math.inf
         if ratio == 0:
             return 1
-        return math.ceil(-60 * math.log(2) / math.log(ratio)) if ratio < 1 else None
+        if ratio >= 1:
+            return None
+        most = (1 - self.beta1) / math.sqrt((1 - self.beta2) * (1 - ratio * ratio))
+        return math.ceil((60 * math.log(2) + math.log(max(most, 1))) / -math.log(ratio)) + 2
 
 
 class Ftrl(NamedTuple):

@@ -8,15 +8,17 @@ state of the one moment at which it began: a row is either unchanged, or its cop
 live rows are read under the lock under which copies are made, a few thousand at a time, and then overwritten by the
 copies that there were.
 
-A store gives no snapshot of rows on a device, of columns that other ranks complete, and of an exact Adam, whose rows
-change when they are read: their rows are copied at once.
+A store gives no snapshot of rows on a device and of columns that other ranks complete: their rows are copied at once.
+The copies of rows of an exact Adam are brought to the step of the snapshot (row_replay.py); the rows in memory are not
+changed.
 
-Cost:   kept_rows.py; 4 bytes a row of dynamic tables for their order.
+Cost:   kept_rows.py; 4 bytes a row of dynamic tables for their order. Rows of an exact Adam replay their missed steps
+        once for the weights and once for each optimizer state.
 Shapes: n rows of one call, w columns of the table that are on this rank.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +38,8 @@ class StoreSnapshot:
         parts: ranges of rows that are in use, in rising order. Rows that come later are not copied.
         indexes: snapshots of the indexes of dynamic tables, by position in the group; empty for static tables.
         waiting: snapshots of the keys that wait for admission, by position in the group.
+        bring: function that brings copies of lines, one tensor for each of ``memory``, to the step of the snapshot;
+            None if they are at it.
     """
 
     def __init__(
@@ -44,8 +48,9 @@ class StoreSnapshot:
         parts: Sequence[range],
         indexes: Sequence[IndexSnapshot],
         waiting: Sequence[IndexSnapshot | None],
+        bring: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
-        self._memory = memory
+        self._memory, self._bring = memory, bring
         self.indexes, self.waiting = indexes, waiting
         self._lock = threading.Lock()
         self._starts = torch.tensor([each.start for each in parts], dtype=torch.int64)
@@ -85,6 +90,8 @@ class StoreSnapshot:
             give_way()
             for whole, each in zip(found, lines, strict=True):
                 whole[start : start + part.numel()] = each
+        if self._bring is not None:
+            self._bring(found)
         return found
 
     def close(self) -> None:

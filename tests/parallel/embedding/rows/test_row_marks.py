@@ -8,9 +8,8 @@ from shardwise.parallel.embedding.rows.row_marks import RowMarks
 ROWS = torch.arange(5)
 
 
-def changed(marks: RowMarks, since: int, stood: list[int] | None = None) -> list[int]:
-    given = None if stood is None else torch.tensor(stood)
-    return ROWS[marks.changed(ROWS, since, given)].tolist()
+def changed(marks: RowMarks, since: int) -> list[int]:
+    return ROWS[marks.changed(ROWS, since)].tolist()
 
 
 def marked(optimizer: Adam | Sgd) -> RowMarks:
@@ -29,16 +28,9 @@ def test_a_touched_row_has_changed() -> None:
 
 def test_an_exact_adam_moves_rows_up_to_its_horizon() -> None:
     short = Adam(0.05, 0.9, exact=True)
-    assert short.horizon == 15
-    marks, stood = marked(short), [0, 10, 20, 30, 0]
-    assert [changed(marks, since, stood) for since in (24, 25, 34, 35, 45)] == [
-        [1, 2, 3],
-        [2, 3],
-        [2, 3],
-        [3],
-        [],
-    ]
-    assert changed(marks, 45, [0, 10, 46, 30, 0]) == [2]  # a read has brought it up to date
+    assert short.horizon == 17
+    marks = marked(short)
+    assert [changed(marks, since) for since in (26, 27, 36, 37, 47)] == [[1, 2, 3], [2, 3], [2, 3], [3], []]
     endless = Adam(0.9, 0.5, exact=True)
-    assert endless.horizon is None and changed(marked(endless), 10**6, stood) == [1, 2, 3]
-    assert changed(marked(short._replace(weight_decay=0.1)), 10**6, stood) == ROWS.tolist()
+    assert endless.horizon is None and changed(marked(endless), 10**6) == [1, 2, 3]
+    assert changed(marked(short._replace(weight_decay=0.1)), 10**6) == ROWS.tolist()

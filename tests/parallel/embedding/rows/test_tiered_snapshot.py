@@ -7,14 +7,14 @@ from shardwise.parallel.embedding.rows.tiered_snapshot import TieredSnapshot
 
 
 def test_rows_are_read_in_parts() -> None:
-    memory, sizes = torch.zeros(4, 2, dtype=torch.int64), []
+    memory, sizes, ended = torch.zeros(4, 2, dtype=torch.int64), [], []
 
     def read(rows: Tensor) -> list[Tensor]:
         sizes.append(len(rows))
         memory[: len(rows)] = torch.stack([rows, rows * 10], 1)
         return [memory[: len(rows), :1], memory[: len(rows), 1:]]
 
-    snapshot = TieredSnapshot(read, 4, [], [])
+    snapshot = TieredSnapshot(read, 4, [], [], lambda: ended.append(True))
     rows = torch.arange(10).flip(0)
     first, second = snapshot.read(rows)
     assert torch.equal(first[:, 0], rows) and torch.equal(second[:, 0], rows * 10)
@@ -23,3 +23,4 @@ def test_rows_are_read_in_parts() -> None:
     assert first.shape == (0, 1) and second.shape == (0, 1)
     snapshot.close()
     snapshot.wait()
+    assert ended == [True]

@@ -10,15 +10,21 @@ Cost:   saved.py, kernels/tables/row_snapshot.py, tiered_snapshot.py.
 Shapes: n rows of one call, w columns of the table that are on this rank.
 """
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from shardwise.base.errors import MismatchError
+from shardwise.kernels.tables.row_replay import StepHistory, catch_up
+from shardwise.kernels.tables.row_rules import Adam
 from shardwise.kernels.tables.row_snapshot import StoreSnapshot
 from shardwise.kernels.tables.unique import unique
 from shardwise.parallel.embedding.layout import dynamic_bucket, static_bucket, writer_of
 from shardwise.parallel.embedding.rows.dynamic import DynamicIndex
 from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
+from shardwise.parallel.embedding.rows.row_lines import RowLines
 from shardwise.parallel.embedding.rows.store import RowStore
 from shardwise.parallel.embedding.rows.tiered_snapshot import TieredSnapshot
 from shardwise.parallel.embedding.rules import ONE_A_ROW, state_columns
@@ -110,13 +116,7 @@ class RowContents:
     def _changed(self, rows: Tensor, since: int) -> Tensor:
         """Return whether each row changed after step ``since``; ``rows`` is on the host."""
         assert self._store.marks is not None, "increments are refused for tables without marks"
-        stood = self._store.stood
-        if self._store.tiers is not None and self._store.history is not None:
-            # The step to which a row is updated may be on a disk, so that every row counts as changed.
-            stood = torch.full((len(rows),), since + 1)
-        elif self._store.history is not None:
-            stood = self._store.lines.memory[rows, -1] if stood is None else stood[rows]
-        return self._store.marks.changed(rows, since, stood)
+        return self._store.marks.changed(rows, since)
 
     def rows_counted(self, place: int) -> int:
         """Return the rows of a table after the last step that count on this rank; the ranks' sum is the whole table."""
@@ -147,20 +147,14 @@ class RowContents:
 
     @property
     def streams(self) -> bool:
-        """True if a save may read rows when it writes them: on the host, whole rows, changed by steps alone.
-
-        Rows of tables with tiers may also change when they are read, because steps wait for such saves
-        (``ModelTables.hold_up_saves``). All ranks decide alike, also one without a row of the tables, which needs no
-        tiers.
-        """
-        has_tiers = self._store.tables.tables[0].tiers is not None
+        """True if a save may read rows when it writes them: on the host, whole rows."""
         is_cut = self._store.tables.place.placement == "column" and self._store.group.size > 1
-        return self._store.device.type == "cpu" and not is_cut and (has_tiers or self._store.history is None)
+        return self._store.device.type == "cpu" and not is_cut
 
     def snapshot(self) -> StoreSnapshot | TieredSnapshot:
         """Return the rows as they are, to be read when they are written; the open snapshot until ``end_save``.
 
-        Steps may change rows meanwhile, unless steps wait for the save.
+        Steps may change rows meanwhile. Rows of an exact Adam are read as they are after the steps so far.
         """
         if (found := self._open_snapshot) is not None:
             return found
@@ -170,8 +164,10 @@ class RowContents:
             return self._store.tiers.begin_save(self._store.history, indexes, waiting)
         parts = [range(each.base, each.base + each.index.rows) for each in self._store.dynamic]
         parts = parts or [range(len(self._store.lines))]
-        self._store.lines.snapshot = StoreSnapshot(self._store.lines.tensors, parts, indexes, waiting)
-        return self._store.lines.snapshot
+        lines, history = self._store.lines, self._store.history
+        bring = None if history is None else partial(_bring, lines, history.frozen())
+        lines.snapshot = StoreSnapshot(lines.tensors, parts, indexes, waiting, bring)
+        return lines.snapshot
 
     @property
     def _open_snapshot(self) -> StoreSnapshot | TieredSnapshot | None:
@@ -308,3 +304,9 @@ class RowContents:
             return torch.ones_like(keys, dtype=torch.bool)
         buckets = dynamic_bucket(keys) if self._store.dynamic else static_bucket(keys)
         return buckets % self._store.group.size == self._store.group.index
+
+
+def _bring(lines: RowLines, history: StepHistory, memory: Sequence[Tensor]) -> None:
+    """Replay the steps that copied lines [n, w + state] missed, for an exact Adam."""
+    assert isinstance(lines.optimizer, Adam), "Adam alone replays"
+    catch_up(history, lines.optimizer, memory[0], torch.arange(len(memory[0])), lines.width)

@@ -220,10 +220,13 @@ class RowLines:
             )
             self._narrow(lines, places[part], Rounding(rounding.ids[part], rounding.word))
 
-    def catch_up(self, history: StepHistory, places: Tensor, stood: Tensor | None) -> None:
+    def catch_up(
+        self, history: StepHistory, places: Tensor, stood: Tensor | None, for_update: bool = False
+    ) -> None:
         """Replay the steps that lines missed, for an exact Adam; arguments as in ``row_replay.catch_up``."""
         assert isinstance(self.optimizer, Adam) and not self.is_rounded, "Adam alone replays, in one dtype"
-        catch_up(history, self.optimizer, self.memory, places, self.width, stood)
+        self._keep(places)
+        catch_up(history, self.optimizer, self.memory, places, self.width, stood, for_update=for_update)
 
     def write(self, places: Tensor | slice, lines: Tensor) -> None:
         """Write lines [U, w + s] from the host at places, rounded to the nearest if they have 16 bits."""

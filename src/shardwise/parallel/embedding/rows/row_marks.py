@@ -2,7 +2,6 @@
 
     a row changed after step s   if  mark > s
     of an exact Adam             or  0 < mark and mark + horizon > s     steps without a gradient still move the row
-                                 or  it was brought up to date after s   reading a row replays steps and writes it
                                  or  weights decay                       every step moves every row
 
 Scores of dynamic tables do not say what changed: ``none`` keeps the step of the first use, and ``lfu`` a count. A row
@@ -40,20 +39,17 @@ class RowMarks:
         """Mark rows as changed in a step; ``rows`` is on the host."""
         self._steps[rows] = step
 
-    def changed(self, rows: Tensor, since: int, stood: Tensor | None) -> Tensor:
+    def changed(self, rows: Tensor, since: int) -> Tensor:
         """Return whether each row changed after a step: int64 [U] -> bool [U].
 
         Args:
             rows: the rows, on the host.
             since: the step after which changes count.
-            stood: step up to which each row is updated, of an exact Adam; None for other optimizers.
         """
         marks = self._steps[rows]
         optimizer = self._optimizer
-        if stood is None or not isinstance(optimizer, Adam):
+        if not isinstance(optimizer, Adam) or not optimizer.exact:
             return marks > since
         if optimizer.weight_decay:
             return torch.ones_like(marks, dtype=torch.bool)
-        horizon = optimizer.horizon
-        moves = marks > 0 if horizon is None else (marks > 0) & (marks + horizon > since)
-        return (marks > since) | moves | (stood > since)
+        return marks > 0 if optimizer.horizon is None else (marks > 0) & (marks + optimizer.horizon > since)

@@ -178,30 +178,23 @@ class RowsInTiers:
     ) -> TieredSnapshot:
         """Return the rows as they are now for a save, to be read when they are written.
 
-        Steps may change rows meanwhile, except with a history: reading rows of an exact Adam changes them.
+        Steps may change rows meanwhile. Rows of an exact Adam are read as they are after the steps of ``history``.
         """
         self._brought = None  # STEP must announce the rows that it changes to the snapshot
-        held = self._cache.snapshot() if history is None else None
-        window = self._window if held is None else self._window.like(min(_SAVED_ROWS, len(self._window)))
+        held, window = self._cache.snapshot(), self._window.like(min(_SAVED_ROWS, len(self._window)))
+        steps = None if history is None else history.frozen()
 
         def read(rows: Tensor) -> list[Tensor]:
-            if held is None:
-                self._copy_to_window(rows, history)
-            else:
-                held.read(rows, window)
+            held.read(rows, window)
+            if steps is not None:
+                window.catch_up(steps, torch.arange(rows.numel()), None)
             return [each[: rows.numel()] for each in window.tensors]
 
-        self.snapshot = TieredSnapshot(
-            read, len(window), indexes, waiting, None if held is None else held.close
-        )
+        self.snapshot = TieredSnapshot(read, len(window), indexes, waiting, held.close)
         return self.snapshot
 
     def _copy_to_window(self, rows: Tensor, history: StepHistory | None) -> None:
         """Copy the lines of distinct rows to the first places of the window, up to date."""
-        window, places = self._window, torch.arange(rows.numel())
-        self._cache.copy(rows, window)
+        self._cache.copy(rows, self._window)
         if history is not None:
-            # The rows of a table without tiers change here too, so that later steps have the same bits.
-            is_behind = window.stored(places)[1]["step"][:, 0] < len(history)
-            window.catch_up(history, places, None)
-            self._cache.overwrite(rows[is_behind], window, places[is_behind])
+            self._window.catch_up(history, torch.arange(rows.numel()), None)

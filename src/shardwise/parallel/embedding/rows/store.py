@@ -93,8 +93,7 @@ class RowStore:
             hash_index.compile_loops()
         self._steps = 0
         self.stood: Tensor | None = None
-        """Step up to which each row is updated, for an exact Adam on a device; the host needs the steps. int32 [rows].
-        """
+        """Step up to which missed steps of each row are replayed, for an exact Adam on a device. int32 [rows]."""
         self.dynamic: list[DynamicIndex] = []
         self.starts = StartLines(tables, group.index, seed, dtype)
         """The lines with which rows begin."""
@@ -189,7 +188,8 @@ class RowStore:
     def steady_rows(self) -> list[Tensor]:
         """Memory of the rows if only updates change them.
 
-        Nothing for dynamic tables, for tables with tiers, and for an exact Adam, whose rows change when they are read.
+        Nothing for dynamic tables, for tables with tiers, and for an exact Adam: a rank replays the steps that a row
+        missed when its own batches read the row.
         """
         is_steady = not self.dynamic and self.history is None and self.tiers is None
         return self.lines.tensors if is_steady else []
@@ -352,7 +352,7 @@ class RowStore:
         self._gradients.clear()
         lr = self.tables.optimizer.lr * lr_factor
         places = rows.there if self.tiers is None else self.tiers.places_of_step(rows.here)
-        self.catch_up(rows.here, places)
+        self.catch_up(rows.here, places, for_update=True)
         scale = 1.0 / divisor
         squares = self._mean_squares(places, grads, scale)
         if rows.here.numel():
@@ -454,12 +454,12 @@ class RowStore:
         self.group.all_reduce(sums, f"squares of {self.tables}", "gradients").wait()
         return sums / self.tables.width
 
-    def catch_up(self, rows: Tensor, places: Tensor) -> None:
+    def catch_up(self, rows: Tensor, places: Tensor, for_update: bool = False) -> None:
         """Replay the steps that rows at places of ``lines`` missed, for an exact Adam; ``rows`` is on the host."""
         if self.history is None:
             return
         stood = None if self.stood is None else self.stood[rows]
-        self.lines.catch_up(self.history, places, stood)
+        self.lines.catch_up(self.history, places, stood, for_update)
         if self.stood is not None:
             self.stood[rows] = len(self.history)
 

@@ -2,7 +2,6 @@
 
     save       begin ──► reads rows in the order of (bucket, key), a window at a time ──► close
     training   before a step changes a row, what the row was is kept     tiers/cache_snapshot.py
-               with an exact Adam it waits: the engine makes the save synchronous, because reading a row changes it
 
 A save of a table that is larger than memory cannot copy its rows. It reads each row when the row is written: from the
 cache, from the disk, or drawn if the row was never changed. No row enters or leaves the cache.
@@ -30,7 +29,7 @@ class TieredSnapshot:
         most: number of rows that are read at once.
         indexes: snapshots of the indexes of dynamic tables, by position in the group; empty for static tables.
         waiting: snapshots of the keys that wait for admission, by position in the group.
-        end: function that ends the snapshot of the rows; None if there is nothing to end.
+        end: function that ends the snapshot of the rows.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class TieredSnapshot:
         most: int,
         indexes: Sequence[IndexSnapshot],
         waiting: Sequence[IndexSnapshot | None],
-        end: Callable[[], None] | None = None,
+        end: Callable[[], None],
     ) -> None:
         self._read, self._most, self._end = read, most, end
         self.indexes, self.waiting = indexes, waiting
@@ -54,8 +53,7 @@ class TieredSnapshot:
 
     def close(self) -> None:
         """End the snapshots of the rows and of the indexes."""
-        if self._end is not None:
-            self._end()
+        self._end()
         for index in (*self.indexes, *self.waiting):
             if index is not None:
                 index.close()
