@@ -54,6 +54,19 @@ class SavedRowRange(NamedTuple):
         return int(self.counts.sum())
 
 
+class _Window(NamedTuple):
+    """Numbers of a kind of some neighbouring rows that a rank writes."""
+
+    kind: str
+    first: int
+    numbers: Tensor
+
+    @property
+    def last(self) -> int:
+        """The place behind the last row."""
+        return self.first + len(self.numbers)
+
+
 class StreamedRows:
     """Rows of one table that this rank writes into a checkpoint, read when they are written.
 
@@ -62,7 +75,7 @@ class StreamedRows:
         mine: mask of the buckets that this rank writes.
         columns: number of columns and dtype of each kind of number that is written.
         read: function that returns the numbers of a kind, [n, columns], of rows [n] of the snapshot.
-        rows: snapshot of the index of a dynamic table, or function that returns the rows in a range of a static one.
+        rows: snapshot of the index of a dynamic table, or function that returns the rows in ranges of a static one.
     """
 
     def __init__(
@@ -71,7 +84,7 @@ class StreamedRows:
         mine: Tensor,
         columns: Mapping[str, tuple[int, torch.dtype]],
         read: Callable[[str, Tensor], Tensor],
-        rows: IndexSnapshot | Callable[[Range], Tensor],
+        rows: IndexSnapshot | Callable[[list[Range]], Tensor],
     ) -> None:
         self.counts = counts
         self.columns = columns
@@ -83,7 +96,9 @@ class StreamedRows:
         self._order: Tensor | None = None
         sizes = torch.tensor([stop - start for start, stop in self.ranges], dtype=torch.int64)
         self._starts = torch.tensor([start for start, _ in self.ranges], dtype=torch.int64)
-        self._firsts = sizes.cumsum(0) - sizes
+        self._ends = sizes.cumsum(0)
+        """Number of rows in the ranges up to each, with it: places count the rows that this rank writes."""
+        self._window: _Window | None = None
 
     @property
     def total(self) -> int:
@@ -94,24 +109,48 @@ class StreamedRows:
         """Return the numbers of a kind of the rows in a part of one of ``ranges``: [n, columns].
 
         Whole lines are read, of ``READ_ROWS`` rows at a time. A block of a state with one number a row has millions of
-        rows, whose lines together are hundreds of times the block.
+        rows, whose lines together are hundreds of times the block. A rank with placement row has a range for each
+        bucket, of a few rows: the ranges after it are read with it, and kept for the next call.
         """
+        first = self._place(within[0])
+        last = first + within[1] - within[0]
+        if last - first < READ_ROWS:
+            return self._in_window(kind, first, last)
         columns, dtype = self.columns[kind]
-        found = torch.empty(within[1] - within[0], columns, dtype=dtype)
-        for start in range(*within, READ_ROWS):
-            part = start, min(start + READ_ROWS, within[1])
-            found[part[0] - within[0] : part[1] - within[0]] = self._read(kind, self._rows_in(part))
+        found = torch.empty(last - first, columns, dtype=dtype)
+        for start in range(first, last, READ_ROWS):
+            stop = min(start + READ_ROWS, last)
+            found[start - first : stop - first] = self._read(kind, self._rows_at(start, stop))
         return found
 
-    def _rows_in(self, within: Range) -> Tensor:
-        """Return the rows of the snapshot in a part of one of ``ranges``: int64 [n]."""
-        if not isinstance(self._rows, IndexSnapshot):
-            return self._rows(within)
-        if self._order is None:
-            self._order = self._rows.order(self._mine)
-        place = int(torch.searchsorted(self._starts, within[0], right=True)) - 1
-        shift = int(self._firsts[place] - self._starts[place])
-        return self._order[within[0] + shift : within[1] + shift].long()
+    def _in_window(self, kind: str, first: int, last: int) -> Tensor:
+        """Return the numbers of the rows at places [first, last), which are kept with those of rows behind them."""
+        window = self._window  # another thread, which writes another file, may replace it
+        if window is None or window.kind != kind or not window.first <= first <= last <= window.last:
+            rows = self._rows_at(first, min(first + READ_ROWS, int(self._ends[-1])))
+            self._window = window = _Window(kind, first, self._read(kind, rows).contiguous())
+        return window.numbers[first - window.first : last - window.first]
+
+    def _place(self, row: int) -> int:
+        """Return the place of a row of one of ``ranges`` among the rows that this rank writes."""
+        number = int(torch.searchsorted(self._starts, row, right=True)) - 1
+        start, stop = self.ranges[number]
+        return int(self._ends[number]) - (stop - start) + row - start
+
+    def _rows_at(self, first: int, last: int) -> Tensor:
+        """Return the rows of the snapshot at places [first, last) among the rows that this rank writes: int64 [n]."""
+        if isinstance(self._rows, IndexSnapshot):
+            if self._order is None:
+                self._order = self._rows.order(self._mine)
+            return self._order[first:last].long()
+        found: list[Range] = []
+        for number in range(int(torch.searchsorted(self._ends, first, right=True)), len(self.ranges)):
+            start, stop = self.ranges[number]
+            shift = stop - int(self._ends[number])
+            if last + shift <= start:
+                break
+            found.append((max(start, first + shift), min(stop, last + shift)))
+        return self._rows(found)
 
 
 def _ranges_of(counts: Tensor, mine: Tensor) -> list[Range]:

@@ -165,8 +165,8 @@ class SavedRows:
             at = positions[kind]
             return snapshot.read(rows)[at.memory][:, at.start : at.stop]
 
-        def rows_in(within: tuple[int, int]) -> Tensor:
-            return store.slab_rows(place, static_keys_at(counts, [within]))
+        def rows_in(ranges: list[tuple[int, int]]) -> Tensor:
+            return store.slab_rows(place, static_keys_at(counts, ranges))
 
         if not store.dynamic:
             return StreamedRows(counts, mine, columns, numbers, rows_in), None
