@@ -41,6 +41,8 @@ class Ragged(NamedTuple):
             DataError: if a part has the wrong type, dtype or shape.
         """
         values, offsets, weights = self
+        if weights is None and _is_keys(values) and _is_keys(offsets) and offsets.numel():
+            return  # a batch has dozens of features, and each look at one costs time
         for part, tensor in (("values", values), ("offsets", offsets), ("weights", weights)):
             if not isinstance(tensor, Tensor) and (tensor is not None or part != "weights"):
                 raise DataError(
@@ -141,6 +143,10 @@ def offsets_of(lengths: Tensor) -> Tensor:
     offsets = lengths.new_zeros(lengths.numel() + 1)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
+
+
+def _is_keys(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.dtype == torch.int64 and tensor.dim() == 1
 
 
 def _kind(tensor: Tensor) -> str:

@@ -23,7 +23,7 @@ Shapes: activations [B, T, D], cut along ``dim`` (the sequence, 1, unless said o
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,23 +34,30 @@ from shardwise.comm.collectives import Group
 from shardwise.comm.operators import ExchangeSite, exchange_operator
 from shardwise.comm.transports import Move, NoTransport
 
+_Given = ParamSpec("_Given")
+_Found = TypeVar("_Found")
+
 uncompiled = _disable_dynamo
 """Decorator of functions that run collectives: torch.compile does not trace them.
 
-``torch.compiler.disable`` is the same, but imports the compiler even if nothing is compiled.
+The first call imports the compiler. ``torch.compiler.disable`` is the same, but imports it with the module.
 """
 
 
-def apart(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``hook`` so that torch.compile does not trace it if the user compiles its module; loads no compiler."""
+def apart(function: Callable[_Given, _Found]) -> Callable[_Given, _Found]:
+    """Return ``function`` so that torch.compile does not trace it if the user compiles its module; loads no compiler.
+
+    A call of an ``uncompiled`` function loads the compiler, which takes seconds.
+    """
 
     @uncompiled
-    def outside(*args: Any) -> Any:
-        return hook(*args)
+    def outside(*args: _Given.args, **kwargs: _Given.kwargs) -> _Found:
+        return function(*args, **kwargs)
 
-    @wraps(hook)
-    def call(*args: Any) -> Any:
-        return outside(*args) if "torch._dynamo" in sys.modules else hook(*args)
+    @wraps(function)
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Found:
+        is_loaded = "torch._dynamo" in sys.modules
+        return outside(*args, **kwargs) if is_loaded else function(*args, **kwargs)
 
     return call
 

@@ -9,18 +9,17 @@ rows, which lock themselves: several threads may call one collection.
 Shapes: N keys of a group of tables, D width.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shardwise.base.errors import UsageError
 from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
-from shardwise.kernels.tables.pooling import gather
 from shardwise.kernels.tables.wire import RowWire
 from shardwise.parallel.embedding.batch import PreparedKeys
 from shardwise.parallel.embedding.collection import EmbeddingCollection
@@ -28,7 +27,9 @@ from shardwise.parallel.embedding.fuse import FusedKeys, batch_size, by_sample, 
 from shardwise.parallel.embedding.group import TableGroup, group_tables
 from shardwise.parallel.embedding.layout import TablePlacement
 from shardwise.parallel.embedding.ways import KeyRequest, TableExchange
-from shardwise.serving.hot_rows import HotRows, Lookup, WriteChanges
+from shardwise.serving.hot_rows import HotRows, Keys, Lookup, WriteChanges
+
+_NOTHING = torch.empty(0, dtype=torch.int64)
 
 
 class _ServedTables(TableExchange):
@@ -53,29 +54,59 @@ class _ServedTables(TableExchange):
         lookup(tuple(names), nothing, nothing)  # the search is made ready here, and not in the first request
         self._of_features = np.array([feature.table for feature in tables.features])
         self._bases = np.array(tables.bases)
+        self._last = _Ones(0, *self._ones(0))
+        """What requests with one key for each feature and sample share."""
 
     def vectors(self, asked: KeyRequest) -> list[Tensor]:
         """Return the output of each run of features, as ``TableExchange.fetch``."""
         fused = asked.fused
-        rows = torch.from_numpy(self.hot.read(*self._named(fused)))
         if fused.by_sample and fused.weights is None:
-            return [rows if fused.keys_by_sample else gather(rows, asked.inverse, self.tables.width)]
+            places = None if fused.keys_by_sample else self._of_ones(fused.samples).places
+            return [torch.from_numpy(self.hot.read(*self._named(fused), places))]
+        rows = torch.from_numpy(self.hot.read(*self._named(fused)))
         return self._pooled(asked, rows)
 
     def ask(self, fused: FusedKeys, lane: object = None) -> KeyRequest:
         """Return the keys of a batch, each with its own place."""
+        if fused.by_sample and fused.weights is None:
+            return KeyRequest(fused, fused.keys, _NOTHING, _NOTHING)  # vectors are read to where they belong
         places = torch.arange(fused.keys.numel())
         if fused.by_sample and not fused.keys_by_sample:
             places = by_sample(places, fused.samples)
-        return KeyRequest(fused, fused.keys, places, torch.empty(0, dtype=torch.int64))
+        return KeyRequest(fused, fused.keys, places, _NOTHING)
 
-    def _named(self, fused: FusedKeys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _named(self, fused: FusedKeys) -> tuple[Keys, Keys]:
         """Return the keys of the tables themselves, and the index of the table of each key."""
         keys = fused.keys.numpy()
         if self.tables.is_dynamic:
+            if fused.offsets is None:
+                return keys, self._of_ones(fused.samples).tables
             return keys, np.repeat(self._of_features, np.diff(fused.starts))
         tables = np.searchsorted(self._bases[1:], keys, side="right")
         return keys - self._bases[tables], tables
+
+    def _of_ones(self, samples: int) -> "_Ones":
+        """Return what requests of as many samples share, if every sample has one key of each feature."""
+        found = self._last  # another thread may replace it
+        if found.samples != samples:
+            self._last = found = _Ones(samples, *self._ones(samples))
+        return found
+
+    def _ones(self, samples: int) -> tuple[Keys, Keys]:
+        """Return tables and places of keys that stand feature after feature; see ``_Ones``."""
+        features = self._of_features.size
+        places = np.arange(features * samples).reshape(samples, features).T.reshape(-1)
+        return np.repeat(self._of_features, samples), np.ascontiguousarray(places)
+
+
+class _Ones(NamedTuple):
+    """Numbers of the keys of a request with one key for each feature and sample, feature after feature."""
+
+    samples: int
+    tables: Keys
+    """Index of the table of each key: int64 [F·B]."""
+    places: Keys
+    """Place of each key's vector if vectors stand sample after sample: int64 [F·B]."""
 
 
 class _ServedParts(NamedTuple):
@@ -136,7 +167,7 @@ class ServedCollection(EmbeddingCollection):
         """The groups of tables."""
         return self._served
 
-    @property
+    @functools.cached_property
     def feature_names(self) -> list[str]:
         """Names of all features, in the order of ``stacked``."""
         return [feature.name for part in self._served.parts for feature in part.tables.features]

@@ -103,23 +103,33 @@ class HotRows:
             write_changes(name, self._keys[slots], rows)
             self._rows[slots] = rows
 
-    def read(self, keys: Keys, tables: Keys) -> npt.NDArray[np.floating]:
-        """Return the vectors of keys: int64 [N], place of each key's table int64 [N] -> [N, D]."""
+    def read(self, keys: Keys, tables: Keys, places: Keys | None = None) -> npt.NDArray[np.floating]:
+        """Return the vectors of keys: [N, D].
+
+        Args:
+            keys: the keys, int64 [N].
+            tables: place of each key's table, int64 [N].
+            places: place of each key's vector in the result, each number below N once, int64 [N]; None is the order of
+                the keys.
+        """
+        places = np.arange(keys.size) if places is None else places
         if not self._keys.size:
-            return self._lookup(self._names, keys, tables).astype(self._rows.dtype, copy=False)
+            found = np.empty((keys.size, self._rows.shape[1]), self._rows.dtype)
+            found[places] = self._lookup(self._names, keys, tables)
+            return found
         slots, found = (
             np.empty(keys.size, np.int64),
             np.empty((keys.size, self._rows.shape[1]), self._rows.dtype),
         )
         with self._lock:
             find = _find if is_installed() else _plain_find
-            missing = find(keys, tables, self._shift, *self._held(), slots, found)
+            missing = find(keys, tables, places, self._shift, *self._held(), slots, found)
             self.hits += keys.size - missing.size
             self.misses += missing.size
         if missing.size:
             keys, tables, slots = keys[missing], tables[missing], slots[missing]
             rows = self._lookup(self._names, keys, tables).astype(self._rows.dtype, copy=False)
-            found[missing] = rows
+            found[places[missing]] = rows
             with self._lock:
                 hold = _hold if is_installed() else _plain_hold
                 hold(keys, tables, slots, rows, *self._held())
@@ -140,6 +150,7 @@ def _slot(key: int, table: int, shift: int) -> np.int64:
 def _find(
     keys: np.ndarray,
     tables: np.ndarray,
+    places: np.ndarray,
     shift: int,
     held_keys: np.ndarray,
     held_tables: np.ndarray,
@@ -148,7 +159,7 @@ def _find(
     slots: np.ndarray,
     found: np.ndarray,
 ) -> np.ndarray:
-    """Copy and mark the vectors that are held, and return the places of the other keys."""
+    """Copy and mark the vectors that are held, and return which keys are missing."""
     missing = np.empty(keys.size, np.int64)
     count = 0
     for i in range(keys.size):
@@ -156,8 +167,9 @@ def _find(
         slots[i] = slot
         if held_keys[slot] == keys[i] and held_tables[slot] == tables[i]:
             is_marked[slot] = True
+            place = places[i]
             for column in range(found.shape[1]):
-                found[i, column] = held_rows[slot, column]
+                found[place, column] = held_rows[slot, column]
         else:
             missing[count] = i
             count += 1
@@ -189,6 +201,7 @@ def _hold(
 def _plain_find(
     keys: Keys,
     tables: Keys,
+    places: Keys,
     shift: np.uint64,
     held_keys: Keys,
     held_tables: npt.NDArray[np.int32],
@@ -202,7 +215,7 @@ def _plain_find(
     mixed ^= mixed >> np.uint64(32)
     slots[:] = ((mixed * _OTHER_ODD) >> shift).view(np.int64)
     is_hit = (held_keys[slots] == keys) & (held_tables[slots] == tables)
-    found[:] = held_rows[slots]
+    found[places] = held_rows[slots]
     is_marked[slots[is_hit]] = True
     return np.flatnonzero(~is_hit)
 

@@ -53,19 +53,20 @@ def joined(
     Raises:
         ValueError: if dtypes or numbers of elements do not fit: the loops read memory by these numbers.
     """
-    _check(values, offsets, bases, limits)
-    if not runs_compiled(*values, *offsets, bases, limits):
+    samples = _checked(values, offsets, bases, limits)
+    if not runs_compiled(bases, limits) or not all(each.is_cpu for of in (values, offsets) for each in of):
         return plain_joined(values, offsets, bases, limits, by_sample)
+    # Each look at a tensor costs a tenth of a microsecond, and a batch may have a hundred features.
     keys, ends = [each.contiguous() for each in values], [each.contiguous() for each in offsets]
     key_at, end_at = (np.array([each.data_ptr() for each in of], np.int64) for of in (keys, ends))
     sizes = np.array([each.numel() for each in keys], np.int64)
-    features, samples = len(values), len(offsets[0]) - 1
+    features = len(values)
     shortest, longest = torch.ones(features, dtype=torch.int64), torch.ones(features, dtype=torch.int64)
     if not _measured(end_at, sizes, samples, shortest.numpy(), longest.numpy()):
         return None
     out = torch.empty(int(sizes.sum()), dtype=torch.int64)
     given = (array(bases), array(limits))
-    if bool((shortest == 1).all()) and bool((longest == 1).all()):
+    if _are_ones(shortest.numpy(), longest.numpy()):
         placed = out.view(samples, features).t() if by_sample else out.view(features, samples)
         fits = _joined_ones(key_at, *given, placed.numpy())
         return JoinedKeys(out, None, shortest, longest) if fits else None
@@ -75,19 +76,26 @@ def joined(
     return JoinedKeys(out, starts, shortest, longest) if fits else None
 
 
-def _check(values: Sequence[Tensor], offsets: Sequence[Tensor], bases: Tensor, limits: Tensor) -> None:
+def _are_ones(shortest: np.ndarray, longest: np.ndarray) -> bool:
+    """Return whether every bag has one key."""
+    return bool((shortest == 1).all() and (longest == 1).all())
+
+
+def _checked(values: Sequence[Tensor], offsets: Sequence[Tensor], bases: Tensor, limits: Tensor) -> int:
+    """Return the number of samples, or raise ValueError."""
     for name, tensors in (("values", values), ("offsets", offsets), ("bases and limits", (bases, limits))):
         for tensor in tensors:
             if tensor.dtype != torch.int64 or tensor.dim() != 1:
                 raise ValueError(
                     f"{name} are {tensor.dtype} {list(tensor.shape)}; expected int64 of one dimension"
                 )
-    sizes = {len(each) for each in offsets}
+    sizes = {each.numel() for each in offsets}
     if len(sizes) != 1 or 0 in sizes or {len(offsets), len(bases), len(limits)} != {len(values)}:
         raise ValueError(
             f"{len(values)} features with offsets of {sorted(sizes)} numbers, {len(bases)} bases and {len(limits)} "
             "limits; expected one of each for a feature, and offsets of one length"
         )
+    return sizes.pop() - 1
 
 
 def plain_joined(

@@ -32,7 +32,7 @@ from shardwise.base.errors import MismatchError, PlanError, UsageError
 from shardwise.base.ragged import Ragged
 from shardwise.base.words import counted
 from shardwise.comm.collectives import Group
-from shardwise.comm.duals import uncompiled
+from shardwise.comm.duals import apart
 from shardwise.comm.rendezvous.environment import sets_heap
 from shardwise.kernels.tables.wire import WireName
 from shardwise.observe.memory import keep_freed_memory
@@ -297,7 +297,7 @@ class EmbeddingCollection(nn.Module):
 
     # A batch -----------------------------------------------------------------------------------------------------
 
-    @uncompiled
+    @apart
     def prepare(self, features: Mapping[str, Ragged]) -> PreparedKeys:
         """Find the distinct keys of a future batch and send them to the owners of their rows. Collective.
 
@@ -316,7 +316,7 @@ class EmbeddingCollection(nn.Module):
         """
         return self.placed.prepare(features, ahead=True)
 
-    @uncompiled
+    @apart
     def forward(self, features: "Mapping[str, Ragged] | PreparedKeys") -> dict[str, Any]:
         """Return the vectors of a batch by feature name. Collective.
 
@@ -345,7 +345,7 @@ class EmbeddingCollection(nn.Module):
                     found.update(zip((feature.name for feature in members), vectors, strict=True))
         return found
 
-    @uncompiled
+    @apart
     def stacked(self, features: "Mapping[str, Ragged] | PreparedKeys") -> Tensor:
         """Return the vectors of all features as one tensor [B, F, D], in the order of ``feature_names``. Collective.
 

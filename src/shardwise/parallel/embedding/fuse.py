@@ -70,14 +70,15 @@ def batch_size(features: Mapping[str, Ragged]) -> int:
                 f"None){hint}"
             )
         ragged.check_form(name)
-    sizes = {name: ragged.samples for name, ragged in features.items()}
-    if len(set(sizes.values())) > 1:
+    counts = {ragged.offsets.numel() - 1 for ragged in features.values()}
+    if len(counts) > 1:
+        sizes = {name: ragged.samples for name, ragged in features.items()}
         few, many = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
         raise DataError(
             f"batch: feature {few!r} has {sizes[few]} samples and {many!r} {sizes[many]}; expected the same number: a "
             "sample without keys is an empty stretch of its offsets"
         )
-    return next(iter(sizes.values()), 0)
+    return counts.pop() if counts else 0
 
 
 def fuse(group: TableGroup, features: Mapping[str, Ragged], dtype: torch.dtype) -> FusedKeys:
