@@ -12,13 +12,22 @@ from collections.abc import Mapping
 
 import torch
 
-from shardwise.base.errors import DamagedStateError, PlanError, ShardwiseError, TableFullError, TierError
+from shardwise.base.errors import (
+    ConfigError,
+    DamagedStateError,
+    PlanError,
+    ShardwiseError,
+    TableFullError,
+    TierError,
+    UsageError,
+)
 from shardwise.comm.collectives import Group
 
 _TEXT_BYTES = 2000
 """Bytes of a text that travel; a longer text is cut."""
 _CLASSES: Mapping[str, type[ShardwiseError]] = {
-    each.__name__: each for each in (TableFullError, TierError, DamagedStateError, PlanError)
+    each.__name__: each
+    for each in (TableFullError, TierError, DamagedStateError, PlanError, ConfigError, UsageError)
 }
 """Classes of errors that ranks raise together, by name."""
 _HEAVY = (TierError,)

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.base.errors import DamagedStateError, TierError
+from shardwise.base.errors import DamagedStateError, ShardwiseError, TierError
 from shardwise.comm.world import World
 from shardwise.parallel.embedding.rows.rows_in_tiers import RowsInTiers
 from shardwise.tiers.row_segments import RowSegments
 from tests.engine.tiers_campaign import one_place
 from tests.engine.tiers_net import batch, build, is_same, small_segments, state_of, train
 from tests.tiers.segment_faults import FailingDisk
+from tests.tiers.test_scratch_folder import another_run
 
 STEPS = 6
 
@@ -24,9 +25,7 @@ STEPS = 6
 def plain(world: World, placement: str, steps: int = STEPS) -> tuple[list[float], dict[str, Any]]:
     """Losses and state of tables that fit."""
     engine = build(world, placement, None)
-    losses = [train(engine, step) for step in range(3)]
-    state_of(engine)  # rows of an exact Adam change when they are read
-    losses += [train(engine, step) for step in range(3, steps)]
+    losses = [train(engine, step) for step in range(steps)]
     state = state_of(engine)
     engine.close()
     return losses, state
@@ -57,12 +56,12 @@ def struck(world: World, placement: str, folder: str, fault: str, rank: int) -> 
     """A run in which the disk of one rank fails in a step, an evaluation and a save, and then works again."""
     failing, said, unmoved = Failing(world.rank == rank, fault), {}, []
     with small_segments(), failing.disk.patched():
-        engine = build(world, placement, Path(folder))
+        engine = build(world, placement, Path(folder), checkpoint={"tolerate_failures": 0})
         losses = [train(engine, step) for step in range(3)]
         calls = {
             "step": lambda: train(engine, 3),
             "evaluation": lambda: engine.evaluate([(batch(3, world.rank, world.size), 1.0)]),
-            "save": lambda: engine.save(f"{folder}/saved"),
+            "save": lambda: engine.save(f"{folder}/saved", asynchronous=False),
         }
         for name, call in calls.items():
             before = state_of(engine)
@@ -231,6 +230,29 @@ def test_a_folder_that_vanishes_is_told_on_all_ranks(ranks: Any, tmp_path: Path)
     disk.mkdir()
     first, second = ranks(2).run(vanished, str(disk))
     assert first == second and len(first) == 1 and str(disk) in first[0] and "no row is lost" in first[0]
+
+
+def refused(world: World, folders: list[str]) -> str:
+    with pytest.raises(ShardwiseError) as error:
+        build(world, "row", Path(folders[world.rank]))
+    return str(error.value)
+
+
+def test_a_folder_that_takes_no_files_is_told_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
+    """As a read-only one does: /proc takes none, not from root either."""
+    first, second = ranks(2).run(refused, [str(tmp_path), "/proc"])
+    assert (
+        first == second and "rank 1" in first and "tables.defaults.tiers.disk: no files can be made" in first
+    )
+    assert not [each for each in tmp_path.iterdir() if each.name != "shardwise.lock"]
+
+
+def test_a_folder_of_another_run_is_told_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
+    with another_run(tmp_path) as process:
+        there = sorted(each.name for each in tmp_path.iterdir())
+        first, second = ranks(2).run(refused, [str(tmp_path)] * 2)
+        assert first == second and f"another run for its rank 0 (process {process} on " in first
+        assert sorted(each.name for each in tmp_path.iterdir()) == there, "its files are left alone"
 
 
 def too_small(world: World, folder: str) -> str:

@@ -437,6 +437,7 @@ def take_over(
     Raises:
         ConfigError: if the configuration does not fit the model's tables.
         PlanError: if a table fits on no rank.
+        TierError: on every rank, if the files of a table's tiers cannot be made on one of them.
         UsageError: if a collection has been used or placed already.
     """
     everywhere = collections_of(model)
@@ -458,6 +459,7 @@ def take_over(
         dp.ranks, "keys", settings.comm, clock, Traffic(), lane="keys", kin=mesh.groups("dp")
     )
     memory = _least(_memory_of_a_rank(world, model, dense_bytes), groups["world"])
+    failed: ShardwiseError | None = None
     for name, collection in tables.everywhere.items():
         _check_unused(collection)
         _set_up(collection, settings)
@@ -468,8 +470,31 @@ def take_over(
             collection.choose(dp.size, **given)
             continue
         dtype = settings.precision.compute_dtype
-        collection.place(dp, keys_group, device=world.device, compute_dtype=dtype, is_led=True, **given)
+        try:
+            collection.place(dp, keys_group, device=world.device, compute_dtype=dtype, is_led=True, **given)
+        except (ConfigError, TierError, UsageError) as error:
+            if not tables.is_tiered:
+                raise
+            failed = failed or error
+    if tables.is_tiered:
+        _raise_together(tables, failed, groups["world"], world.device)
     return tables
+
+
+def _raise_together(
+    tables: ModelTables, failed: ShardwiseError | None, world: Group, device: torch.device
+) -> None:
+    """Raise the error on every rank if the folder of a table cannot be used by one of them. Collective."""
+    votes = torch.tensor([float(failed is not None)], device=device)
+    world.all_reduce(votes, "folders of tables", purpose="control").wait()
+    if not votes.item():
+        return
+    for collection in tables.collections.values():
+        if collection.is_placed:
+            collection.placed.close()
+    if failed is not None and world.size > 1:
+        failed = type(failed)(f"rank {world.ranks[world.index]}: {failed}")
+    raise common_error(failed, world, device)
 
 
 def chosen_for(
