@@ -79,7 +79,7 @@ def test_what_is_refused() -> None:
             search_of(held).rows_of(keys, tables)
         with pytest.raises(ValueError, match="tables of keys"):
             TableColumn(held).read(keys, tables)
-    with pytest.raises(ValueError, match="a row is out of range"):
+    with pytest.raises(ValueError, match="a row .*is out of range"):
         TableColumn(held).read(np.array([1]), np.array([1]))
     with pytest.raises(ValueError, match="different dtypes or widths"):
         TableColumn([np.zeros((2, 3)), np.zeros((2, 4))])

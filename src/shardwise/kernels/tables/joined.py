@@ -25,6 +25,10 @@ _TOGETHER = 64
 """Samples whose keys are written together, so that the lines that are written stay in the cache in either order."""
 
 
+_UNFIT, _BAGS, _ONES = 0, 1, 2
+"""What the loop says of offsets: they do not fit the keys; bags of any size; one key in every bag."""
+
+
 class JoinedKeys(NamedTuple):
     """Keys of several features as keys of their group."""
 
@@ -59,14 +63,15 @@ def joined(
     # Each look at a tensor costs a tenth of a microsecond, and a batch may have a hundred features.
     keys, ends = [each.contiguous() for each in values], [each.contiguous() for each in offsets]
     key_at, end_at = (np.array([each.data_ptr() for each in of], np.int64) for of in (keys, ends))
-    sizes = np.array([each.numel() for each in keys], np.int64)
-    features = len(values)
-    shortest, longest = torch.ones(features, dtype=torch.int64), torch.ones(features, dtype=torch.int64)
-    if not _measured(end_at, sizes, samples, shortest.numpy(), longest.numpy()):
+    counts = [each.numel() for each in keys]
+    sizes, features = np.array(counts, np.int64), len(values)
+    shortest, longest = torch.ones(2, features, dtype=torch.int64)
+    form = _measured(end_at, sizes, samples, shortest.numpy(), longest.numpy())
+    if form == _UNFIT:
         return None
-    out = torch.empty(int(sizes.sum()), dtype=torch.int64)
+    out = torch.empty(sum(counts), dtype=torch.int64)
     given = (array(bases), array(limits))
-    if _are_ones(shortest.numpy(), longest.numpy()):
+    if form == _ONES:
         placed = out.view(samples, features).t() if by_sample else out.view(features, samples)
         fits = _joined_ones(key_at, *given, placed.numpy())
         return JoinedKeys(out, None, shortest, longest) if fits else None
@@ -74,11 +79,6 @@ def joined(
     join = _joined_by_sample if by_sample else _joined_by_feature
     fits = join(key_at, end_at, sizes, samples, *given, out.numpy(), starts.numpy())
     return JoinedKeys(out, starts, shortest, longest) if fits else None
-
-
-def _are_ones(shortest: np.ndarray, longest: np.ndarray) -> bool:
-    """Return whether every bag has one key."""
-    return bool((shortest == 1).all() and (longest == 1).all())
 
 
 def _checked(values: Sequence[Tensor], offsets: Sequence[Tensor], bases: Tensor, limits: Tensor) -> int:
@@ -131,12 +131,13 @@ def plain_joined(
 @loop
 def _measured(
     end_at: np.ndarray, sizes: np.ndarray, samples: int, shortest: np.ndarray, longest: np.ndarray
-) -> bool:
-    """Write the smallest and the largest bag of each feature; return whether all offsets fit their keys."""
+) -> int:
+    """Write the smallest and the largest bag of each feature, and return the form of the offsets."""
+    form = _ONES
     for feature in range(sizes.size):
         ends = end_at[feature]
         if number_at(ends, 0) != 0 or number_at(ends, samples) != sizes[feature]:
-            return False
+            return _UNFIT
         if samples == 0:
             continue
         least = most = number_at(ends, 1)
@@ -144,9 +145,11 @@ def _measured(
             length = number_at(ends, sample + 1) - number_at(ends, sample)
             least, most = min(least, length), max(most, length)
         if least < 0:
-            return False
+            return _UNFIT
         shortest[feature], longest[feature] = least, most
-    return True
+        if least != 1 or most != 1:
+            form = _BAGS
+    return form
 
 
 @loop

@@ -87,7 +87,8 @@ class KeySearch:
         _check_tables(tables, keys.shape, len(self._tables))
         keys, found = np.ascontiguousarray(keys), np.full(keys.size, -1, np.int64)
         if is_installed():
-            _find(keys, tables, self._key_at, self._row_at, self._start_at, self._shifts, found)
+            if not _find(keys, tables, self._key_at, self._row_at, self._start_at, self._shifts, found):
+                raise _out_of_range(len(self._tables))
             return found
         for table, places in _by_table(tables):
             found[places] = _plain_find(keys[places], self._tables[table])
@@ -117,12 +118,14 @@ class TableColumn:
             ValueError: if a row or a number of a table is out of range: the loop reads memory by them.
         """
         _check_tables(tables, rows.shape, self._sizes.size)
-        if bool((rows >= self._sizes[tables]).any()):
-            raise ValueError("a column of tables: a row is out of range")
         found = np.zeros((rows.size, *self._shape), self.dtype)
         if is_installed():
-            _copy(np.ascontiguousarray(rows), tables, self._at, self._row_bytes, _address(found))
+            rows = np.ascontiguousarray(rows)
+            if not _copy(rows, tables, self._at, self._sizes, self._row_bytes, _address(found)):
+                raise ValueError("tables of keys: a row or a number of a table is out of range")
             return found
+        if bool((rows >= self._sizes[tables]).any()):
+            raise ValueError("tables of keys: a row is out of range")
         for table, places in _by_table(tables):
             places = places[rows[places] >= 0]
             found[places] = self._arrays[table][rows[places]]
@@ -140,8 +143,14 @@ def _addresses(arrays: Sequence[np.ndarray]) -> Int64s:
 def _check_tables(tables: Int64s, shape: tuple[int, ...], count: int) -> None:
     if tables.shape != shape or tables.dtype != np.int64 or not tables.flags.c_contiguous:
         raise ValueError(f"tables of keys: {tables.dtype} {tables.shape}; expected int64 {shape}")
+    if is_installed():
+        return  # the loops look at the numbers of the tables themselves
     if tables.size and not 0 <= int(tables.min()) <= int(tables.max()) < count:
-        raise ValueError(f"tables of keys: a number is out of range; expected 0 to {count - 1}")
+        raise _out_of_range(count)
+
+
+def _out_of_range(count: int) -> ValueError:
+    return ValueError(f"tables of keys: a number is out of range; expected 0 to {count - 1}")
 
 
 def _by_table(tables: Int64s) -> list[tuple[int, Int64s]]:
@@ -180,10 +189,13 @@ def _find(
     start_at: np.ndarray,
     shifts: np.ndarray,
     found: np.ndarray,
-) -> None:
+) -> bool:
+    """Return False, and search nothing more, if a number of a table is out of range."""
     starts, stops = np.empty(keys.size, np.int64), np.empty(keys.size, np.int64)
     for i in range(keys.size):
         table = tables[i]
+        if table < 0 or table >= shifts.size:
+            return False
         mixed = np.uint64(keys[i]) * _ODD
         mixed ^= mixed >> np.uint64(32)
         bucket = np.int64((mixed * _OTHER_ODD) >> shifts[table])
@@ -196,13 +208,25 @@ def _find(
             if number_at(held, place) == keys[i]:
                 found[i] = number_at(row_at[tables[i]], place)
                 break
+    return True
 
 
 @loop
-def _copy(rows: np.ndarray, tables: np.ndarray, column_at: np.ndarray, row_bytes: int, target: int) -> None:
+def _copy(
+    rows: np.ndarray,
+    tables: np.ndarray,
+    column_at: np.ndarray,
+    sizes: np.ndarray,
+    row_bytes: int,
+    target: int,
+) -> bool:
+    """Return False, and copy nothing, if a row or a number of a table is out of range."""
     for i in range(rows.size):
+        if tables[i] < 0 or tables[i] >= sizes.size or rows[i] >= sizes[tables[i]]:
+            return False
         if rows[i] >= 0:
             prefetch_at(column_at[tables[i]] + rows[i] * row_bytes)
     for i in range(rows.size):
         if rows[i] >= 0:
             copy_bytes(target + i * row_bytes, column_at[tables[i]] + rows[i] * row_bytes, row_bytes)
+    return True
