@@ -13,14 +13,14 @@ equal, although each rank replays the steps of the rows that its own batches rea
 
 |m| / sqrt(v) falls by beta1 / sqrt(beta2) a step, so a row without gradients has m = 0 after ``Adam.horizon`` steps at
 the latest. Without weight decay its weights then stay as they are, and the row rests: it keeps the step in which it
-came to rest, and v as it was then, until it has a gradient again. With weight decay no row rests.
+came to rest, and v as it was then, until it has a gradient again. With weight decay no row rests, and neither do rows
+whose columns lie on several ranks, because a row is saved with one step.
 
 For a slab on a device the host needs the rows' steps (``stood``), because it launches each replayed step as separate
-operations; without them it must copy the steps from the device. With weight decay the steps beyond the horizon are one
-closed form there, so that weights depend in their last bits on when they were read.
+operations; without them it must copy the steps from the device. For rows that do not rest the steps beyond the horizon
+are one closed form there, so that such rows depend in their last bits on when they were read.
 
-Cost:   a look for a row that is up to date or rests, else D times the missed steps, at most the horizon's without
-        weight decay.
+Cost:   a look for a row that is up to date or rests, else D times the missed steps, at most the horizon's if it rests.
 Shapes: R rows of the slab, U rows to be read, D width.
 """
 
@@ -110,6 +110,7 @@ def catch_up(
     stood: Tensor | None = None,
     *,
     for_update: bool = False,
+    may_rest: bool = True,
 ) -> None:
     """Replay the steps that rows missed, up to the last of ``history``. Call this function before rows are read.
 
@@ -121,6 +122,7 @@ def catch_up(
         width: columns of weights, D.
         stood: step up to which each row is updated, on the host, int [U]; needed for speed if the slab is on a device.
         for_update: True if the rows have gradients in the running step, so that no row rests any more.
+        may_rest: False if the other columns of the rows lie on other ranks, where they may rest from another step on.
 
     Raises:
         ValueError: if ``optimizer`` is not exact.
@@ -131,16 +133,16 @@ def catch_up(
     if len(rows) == 0 or len(history) == 0:
         return
     check_rows(slab, rows)
+    rests = may_rest and optimizer.weight_decay == 0
     if runs_compiled(slab, rows):
         real = np.float32 if slab.dtype == torch.float32 else np.float64
         numbers = [real(x) for x in (1 - optimizer.beta1, 1 - optimizer.beta2, optimizer.eps, _SMALLEST)]
         steps = (history.sizes, history.roots, history.keeps)
-        rests = optimizer.weight_decay == 0
         _catch_up(slab.detach().numpy(), array(rows), width, *steps, rests, *numbers)
     else:
         stood = slab[rows, 3 * width].cpu() if stood is None else stood
         if int(stood.min()) < len(history):
-            _plain_catch_up(history, optimizer, slab, rows, width, stood)
+            _plain_catch_up(history, optimizer, slab, rows, width, stood, rests)
     if for_update:
         _end_rest(len(history), optimizer, slab, rows, width)
 
@@ -159,10 +161,16 @@ def _end_rest(last: int, optimizer: Adam, slab: Tensor, rows: Tensor, width: int
 
 
 def _plain_catch_up(
-    history: StepHistory, optimizer: Adam, slab: Tensor, rows: Tensor, width: int, stood: Tensor
+    history: StepHistory,
+    optimizer: Adam,
+    slab: Tensor,
+    rows: Tensor,
+    width: int,
+    stood: Tensor,
+    rests: bool,
 ) -> None:
     """Replay steps in torch operations, on any device, with the bits of the loop on the CPU."""
-    last, horizon, rests = len(history), optimizer.horizon, optimizer.weight_decay == 0
+    last, horizon = len(history), optimizer.horizon
     is_closed = not rests and slab.device.type != "cpu" and horizon is not None
     most = last if horizon is None or not (rests or is_closed) else horizon
     held = slab[rows]

@@ -5,6 +5,7 @@ import torch
 
 from shardwise.kernels.tables.rounding import plain_narrow, word_of
 from shardwise.kernels.tables.row_optimizers import update
+from shardwise.kernels.tables.row_replay import StepHistory
 from shardwise.kernels.tables.row_rules import Adam, RowOptimizer, RowwiseAdagrad, Sgd
 from shardwise.parallel.embedding.rows import row_lines
 from shardwise.parallel.embedding.rows.row_lines import Rounding, RowLines
@@ -92,3 +93,28 @@ def test_state_in_fp32_is_not_rounded() -> None:
     lines.update(PLACES, grads, lr=0.1, step=1, scale=1.0, mean_squares=None, rounding=rounding)
     assert torch.equal(lines.stored(PLACES)[1]["row_sum"], expected.stored(PLACES)[1]["row_sum"])
     torch.testing.assert_close(lines.weights(PLACES), expected.weights(PLACES), rtol=2**-7, atol=0)
+
+
+def test_columns_of_a_row_on_several_ranks_have_one_step() -> None:
+    """A row is saved with one step; columns on each rank would rest from different steps on."""
+    optimizer, device = Adam(exact=True), torch.device("cpu")
+    history, grads = StepHistory(optimizer), torch.tensor([[1.0, 1e-9, 1e3, 1e-3]])
+    parts = [range(4), range(2), range(2, 4)]
+    held = [RowLines(2, columns, 4, optimizer, FP32, RowDtypes(FP32, FP32), device) for columns in parts]
+    row = torch.tensor([1])
+    for columns, lines in zip(parts, held, strict=True):
+        mine = slice(columns.start, columns.stop)
+        lines.update(row, grads[:, mine].contiguous(), lr=0.1, step=1, scale=1.0, mean_squares=None)
+    for _ in range(1000):
+        history.append(0.1)
+    for lines in held:
+        lines.catch_up(history, row, None)
+    whole, first, second = held
+    assert torch.equal(torch.cat([first.weights(row), second.weights(row)], 1), whole.weights(row))
+    steps = [float(lines.stored(row)[1]["step"]) for lines in held]
+    assert steps[0] < 500 and steps[1:] == [1000, 1000]
+    for lines in held:
+        lines.catch_up(history, row, None, for_update=True)
+    found = [lines.stored(row)[1]["exp_avg_sq"] for lines in held]
+    torch.testing.assert_close(torch.cat(found[1:], 1), found[0], rtol=1e-4, atol=0)
+    assert float(whole.stored(row)[1]["step"]) == 1000

@@ -226,7 +226,17 @@ class RowLines:
         """Replay the steps that lines missed, for an exact Adam; arguments as in ``row_replay.catch_up``."""
         assert isinstance(self.optimizer, Adam) and not self.is_rounded, "Adam alone replays, in one dtype"
         self._keep(places)
-        catch_up(history, self.optimizer, self.memory, places, self.width, stood, for_update=for_update)
+        may_rest = self.width == self._whole
+        catch_up(
+            history,
+            self.optimizer,
+            self.memory,
+            places,
+            self.width,
+            stood,
+            for_update=for_update,
+            may_rest=may_rest,
+        )
 
     def write(self, places: Tensor | slice, lines: Tensor) -> None:
         """Write lines [U, w + s] from the host at places, rounded to the nearest if they have 16 bits."""
