@@ -93,7 +93,17 @@ def test_two_ranks_read_and_write_the_same_chain(
     full_copy(join(), str(folder), str(tmp_path / "wanted"))
     wanted = files(step_of(tmp_path / "wanted", 24))
     ranks(2).run(full_copy, str(folder), str(tmp_path / "read"), placements)
-    assert files(step_of(tmp_path / "read", 24)) == wanted
+    read = files(step_of(tmp_path / "read", 24))
+    # Rows without gradients rest, except where their columns lie on several ranks: they come with a later step.
+    apart = {"table_exp_avg_sq.safetensors", "table_step.safetensors"} if placements is SPREAD else set()
+    assert read.keys() == wanted.keys()
+    assert {name for name in read if read[name] != wanted[name]} <= apart
+    engine, losses = build(join()), []
+    for each in ("read", "wanted"):
+        engine.load(step_of(tmp_path / each, 24))
+        losses.append(train(engine, 2))
+    engine.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     ranks(2).run(chain, str(tmp_path / "chain"), placements)
     for step in (8, 24):
         ours, theirs = step_of(tmp_path / "chain", step), step_of(folder, step)

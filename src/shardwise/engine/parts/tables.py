@@ -459,6 +459,20 @@ def take_over(
         dp.ranks, "keys", settings.comm, clock, Traffic(), lane="keys", kin=mesh.groups("dp")
     )
     memory = _least(_memory_of_a_rank(world, model, dense_bytes), groups["world"])
+    failed = _place_all(tables, settings, world, groups, keys_group, memory)
+    _raise_together(tables, failed, groups["world"], world.device)
+    return tables
+
+
+def _place_all(
+    tables: ModelTables,
+    settings: RunConfig,
+    world: World,
+    groups: Mapping[str, Group],
+    keys_group: Group,
+    memory: "_TableMemory",
+) -> ShardwiseError | None:
+    """Place the collections of this rank's stages and choose the placements of the others; return the first error."""
     failed: ShardwiseError | None = None
     for name, collection in tables.everywhere.items():
         _check_unused(collection)
@@ -467,24 +481,29 @@ def take_over(
             collection.share_given(groups["world"], world.device)
         given = _given(collection, settings, *memory)
         if name not in tables.collections:
-            collection.choose(dp.size, **given)
+            collection.choose(groups["dp"].size, **given)
             continue
         dtype = settings.precision.compute_dtype
         try:
-            collection.place(dp, keys_group, device=world.device, compute_dtype=dtype, is_led=True, **given)
+            collection.place(
+                groups["dp"], keys_group, device=world.device, compute_dtype=dtype, is_led=True, **given
+            )
         except (ConfigError, TierError, UsageError) as error:
-            if not tables.is_tiered:
-                raise
             failed = failed or error
-    if tables.is_tiered:
-        _raise_together(tables, failed, groups["world"], world.device)
-    return tables
+    return failed
 
 
 def _raise_together(
     tables: ModelTables, failed: ShardwiseError | None, world: Group, device: torch.device
 ) -> None:
-    """Raise the error on every rank if the folder of a table cannot be used by one of them. Collective."""
+    """Raise the error on every rank if the folder of a table cannot be used by one of them. Collective.
+
+    Tables without tiers have no folder, and what is refused then is refused on every rank.
+    """
+    if not tables.is_tiered:
+        if failed is not None:
+            raise failed
+        return
     votes = torch.tensor([float(failed is not None)], device=device)
     world.all_reduce(votes, "folders of tables", purpose="control").wait()
     if not votes.item():

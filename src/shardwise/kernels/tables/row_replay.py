@@ -13,8 +13,8 @@ equal, although each rank replays the steps of the rows that its own batches rea
 
 |m| / sqrt(v) falls by beta1 / sqrt(beta2) a step, so a row without gradients has m = 0 after ``Adam.horizon`` steps at
 the latest. Without weight decay its weights then stay as they are, and the row rests: it keeps the step in which it
-came to rest, and v as it was then, until it has a gradient again. With weight decay no row rests, and neither do rows
-whose columns lie on several ranks, because a row is saved with one step.
+came to rest, and v as it was then, until it has a gradient again. With weight decay no row rests. A row whose columns
+lie on several ranks rests only where v is 0 too, because a row is saved with one step.
 
 For a slab on a device the host needs the rows' steps (``stood``), because it launches each replayed step as separate
 operations; without them it must copy the steps from the device. For rows that do not rest the steps beyond the horizon
@@ -40,6 +40,10 @@ from shardwise.kernels.tables.slab import check_rows
 
 _SMALLEST = 2.0**-60
 """Share of its divisor under which the first moment of a missed step is 0: it moves no weight any more."""
+
+
+_NEVER, _WITHOUT_M, _WITHOUT_M_AND_V = 0, 1, 2
+"""When a row rests."""
 
 
 class StepHistory:
@@ -110,7 +114,7 @@ def catch_up(
     stood: Tensor | None = None,
     *,
     for_update: bool = False,
-    may_rest: bool = True,
+    are_whole: bool = True,
 ) -> None:
     """Replay the steps that rows missed, up to the last of ``history``. Call this function before rows are read.
 
@@ -122,7 +126,7 @@ def catch_up(
         width: columns of weights, D.
         stood: step up to which each row is updated, on the host, int [U]; needed for speed if the slab is on a device.
         for_update: True if the rows have gradients in the running step, so that no row rests any more.
-        may_rest: False if the other columns of the rows lie on other ranks, where they may rest from another step on.
+        are_whole: False if other columns of the rows lie on other ranks, where they may have no m from another step on.
 
     Raises:
         ValueError: if ``optimizer`` is not exact.
@@ -133,7 +137,7 @@ def catch_up(
     if len(rows) == 0 or len(history) == 0:
         return
     check_rows(slab, rows)
-    rests = may_rest and optimizer.weight_decay == 0
+    rests = _NEVER if optimizer.weight_decay else _WITHOUT_M if are_whole else _WITHOUT_M_AND_V
     if runs_compiled(slab, rows):
         real = np.float32 if slab.dtype == torch.float32 else np.float64
         numbers = [real(x) for x in (1 - optimizer.beta1, 1 - optimizer.beta2, optimizer.eps, _SMALLEST)]
@@ -167,32 +171,38 @@ def _plain_catch_up(
     rows: Tensor,
     width: int,
     stood: Tensor,
-    rests: bool,
+    rests: int,
 ) -> None:
     """Replay steps in torch operations, on any device, with the bits of the loop on the CPU."""
     last, horizon = len(history), optimizer.horizon
-    is_closed = not rests and slab.device.type != "cpu" and horizon is not None
-    most = last if horizon is None or not (rests or is_closed) else horizon
+    is_closed = rests != _WITHOUT_M and slab.device.type != "cpu" and horizon is not None
+    most = last if horizon is None or not (rests == _WITHOUT_M or is_closed) else horizon
     held = slab[rows]
     w, m, v, first = held.split([width, width, width, 1], 1)
     for step in _missed(stood, last, most):
         moves = (first < step) & (step <= first + most)
-        if rests:
-            moves &= (m != 0).any(1, keepdim=True)
+        if rests != _NEVER:
+            moves &= _has_moments(m, v, rests)
         size, root, keep = (float(each[step]) for each in (history.sizes, history.roots, history.keeps))
         m_after, v_after = m - m * (1 - optimizer.beta1), v - v * (1 - optimizer.beta2)
         by = root_of(v_after) / root + optimizer.eps
-        m_after[m_after.abs() <= by * _SMALLEST] = 0
+        m_after.masked_fill_(m_after.abs() <= by * _SMALLEST, 0)
         for part, after in ((w, w * keep - m_after * size / by), (m, m_after), (v, v_after)):
             part.copy_(torch.where(moves, after, part))
         first.copy_(torch.where(moves, step, first))
     if is_closed:
         kept = torch.from_numpy(history.kept).to(slab.device)
         left = last - first.double()
+        moves = torch.ones_like(first, dtype=torch.bool) if rests == _NEVER else _has_moments(m, v, rests)
         w.mul_((kept[last] - kept[first.long()]).exp())
         v.mul_(optimizer.beta2**left)
-        first.fill_(last)
+        first.masked_fill_(moves, last)
     slab[rows] = held
+
+
+def _has_moments(m: Tensor, v: Tensor, rests: int) -> Tensor:
+    """Return whether rows do not rest: [U, D] -> bool [U, 1]."""
+    return ((m != 0) if rests == _WITHOUT_M else (m != 0) | (v != 0)).any(1, keepdim=True)
 
 
 def _missed(stood: Tensor, last: int, most: int) -> list[int]:
@@ -212,7 +222,7 @@ def _catch_up(
     sizes: np.ndarray,
     roots: np.ndarray,
     keeps: np.ndarray,
-    rests: bool,
+    rests: int,
     rest1: Any,
     rest2: Any,
     eps: Any,
@@ -235,7 +245,7 @@ def _catch_up(
             while still < width and m[still] == 0:
                 still += 1
             if still == width:
-                if not rests:
+                if rests == _NEVER or (rests == _WITHOUT_M_AND_V and np.any(v != 0)):
                     _decay(w, v, step, keeps, rest2, number)
                     step = last
                 break

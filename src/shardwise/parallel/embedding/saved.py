@@ -301,15 +301,21 @@ def _columns_together(
     start = sum(leaving[: group.index])
     mine = slice(start, start + leaving[group.index])
 
-    def joined(tensor: Tensor) -> Tensor:
+    def arrived(tensor: Tensor) -> Tensor:
         padded = tensor.new_zeros(len(tensor), max(widths))  # a message has one width
         padded[:, : tensor.shape[1]] = tensor
-        arrived = send(padded, counts, group, what, "control").view(group.size, -1, max(widths))
-        return torch.cat([part[:, :columns] for part, columns in zip(arrived, widths, strict=True)], 1)
+        return send(padded, counts, group, what, "control").view(group.size, -1, max(widths))
 
-    state = {
-        name: tensor[mine] if name in ONE_A_ROW else joined(tensor) for name, tensor in rows.state.items()
-    }
+    def joined(tensor: Tensor) -> Tensor:
+        parts = zip(arrived(tensor), widths, strict=True)
+        return torch.cat([part[:, :columns] for part, columns in parts], 1)
+
+    def state_of(name: str, tensor: Tensor) -> Tensor:
+        if name == "step":  # columns that never had a gradient rest from an earlier step on
+            return arrived(tensor)[:, :, :1].amax(0)
+        return tensor[mine] if name in ONE_A_ROW else joined(tensor)
+
+    state = {name: state_of(name, tensor) for name, tensor in rows.state.items()}
     scores = None if rows.scores is None else rows.scores[mine]
     return KeyedRows(rows.keys[mine], joined(rows.weights), state, scores), mine
 

@@ -226,7 +226,6 @@ class RowLines:
         """Replay the steps that lines missed, for an exact Adam; arguments as in ``row_replay.catch_up``."""
         assert isinstance(self.optimizer, Adam) and not self.is_rounded, "Adam alone replays, in one dtype"
         self._keep(places)
-        may_rest = self.width == self._whole
         catch_up(
             history,
             self.optimizer,
@@ -235,7 +234,7 @@ class RowLines:
             self.width,
             stood,
             for_update=for_update,
-            may_rest=may_rest,
+            are_whole=self.width == self._whole,
         )
 
     def write(self, places: Tensor | slice, lines: Tensor) -> None:
