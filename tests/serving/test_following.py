@@ -1,6 +1,6 @@
 """A scorer follows a running job: rows, hot rows and the dense part of a step change together, or not at all."""
 
-import os
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -296,6 +296,7 @@ def serve(folder: Path, found: Path, requests: int, last: int) -> None:
     while not (folder / "tables.json").exists():
         time.sleep(0.01)
     scorer, faults = Scorer(folder, cache_bytes=6000), list[str]()
+    found.with_suffix(".ready").touch()
     logits: list[Tensor] = []
 
     def ask(first: int) -> None:
@@ -336,20 +337,22 @@ def serve(folder: Path, found: Path, requests: int, last: int) -> None:
 def test_a_scorer_in_another_process_beside_a_job(tmp_path: Path, requests: int, steps: int) -> None:
     """No request fails, and each answer is that of one step's full export, while the job exports step after step."""
     folder, places = tmp_path / "served", tmp_path / "steps"
-    child = os.fork()
-    if child == 0:
-        try:
-            serve(folder, tmp_path / "found.pt", requests, steps)
-        finally:
-            os._exit(0)
+    # Threads of a fork would meet torch's pool of threads, which stays with the parent.
+    child = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(folder, tmp_path / "found.pt", requests, steps), daemon=True
+    )
+    child.start()
     engine = job(full_every=5)
     fulls = []
     for _ in range(steps):
         fulls.append(advance(engine, folder, places))
+        while child.is_alive() and not (tmp_path / "found.ready").exists():
+            time.sleep(0.01)
         time.sleep(0.05 if steps < 10 else 1.0)  # for requests between two exports
     engine.close()
     assert fulls == [step % 6 == 0 for step in range(steps)]
-    assert os.waitpid(child, 0)[1] == 0
+    child.join()
+    assert child.exitcode == 0
     found = torch.load(tmp_path / "found.pt", weights_only=True)
     assert not found["faults"], found["faults"][0]
     asked, given = found["answers"][:, 0].long(), found["answers"][:, 1:]
