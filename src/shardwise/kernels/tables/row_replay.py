@@ -180,7 +180,7 @@ def _plain_catch_up(
     held = slab[rows]
     w, m, v, first = held.split([width, width, width, 1], 1)
     for step in _missed(stood, last, most):
-        moves = (first < step) & (step <= first + most)
+        moves = first == step - 1  # another row may be steps ahead of this one
         if rests != _NEVER:
             moves &= _has_moments(m, v, rests)
         size, root, keep = (float(each[step]) for each in (history.sizes, history.roots, history.keeps))
