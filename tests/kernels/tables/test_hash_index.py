@@ -204,6 +204,21 @@ def test_the_rows_that_leave_are_found_ahead(kind: str, monkeypatch: pytest.Monk
     assert scans == 0 and ours._ahead is not None and len(ours) > 200
 
 
+def test_no_scan_of_all_rows_follows_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 steps of few new keys behind one of many, which has used up the rows that were known and wants more ahead."""
+    monkeypatch.setattr(hash_index, "_FEWEST_ROWS", 4)
+    index, most, seen, scans = HashIndex(room=1 << 13), 4000, 0, 0
+    for step in range(1, 320):
+        count = 1000 if step < 5 else 800 if step == 5 else 10
+        rows, _ = index.find_or_insert(torch.arange(seen, seen + count), step)
+        seen += count
+        surplus = max(len(index) - most, 0)
+        scans += step > 5 and index._ahead is not None and index._ahead.lowest(surplus) is None
+        index.remove(index.keys_of(index.lowest(surplus)))
+        index.look_ahead()
+    assert scans == 0 and len(index) == most
+
+
 def test_a_full_table_refuses_the_call_and_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     for index in (HashIndex(limit=3), without_numba(monkeypatch, limit=3)):
         index.find_or_insert(as_keys(1, 2))

@@ -52,6 +52,9 @@ _WANTED_SHARE, _WANTED_TIMES = 16, 8
 _PACE = 4
 """Passes over all rows in the time in which the rows that are known would leave."""
 
+_MOST_HASTE = 16
+"""Number of times that a pass may be faster than one for which all wanted rows are known."""
+
 
 class HashIndex:
     """Rows of a table by key, on the CPU.
@@ -235,13 +238,15 @@ class HashIndex:
         columns, used = self._columns, self._rows
         self._asked = max(self._asked, count)
         rows = None if self._ahead is None else self._ahead.lowest(max(count, 0))
-        if rows is None:
-            state, keys, scores = columns.state[:used], columns.keys[:used], columns.scores[:used]
-            if is_installed() and _FEW * count <= len(self):
-                heap = np.empty(max(count, 0), np.int64)
-                rows = heap[: _lowest(state, scores, keys, heap)] if count > 0 else heap
-            else:
-                rows = _lowest_by_partition(state, scores, keys, count)
+        if rows is not None:
+            rows = _lowest_by_partition(rows, columns.scores, columns.keys, count)
+        elif is_installed() and _FEW * count <= len(self):
+            heap = np.empty(max(count, 0), np.int64)
+            live = columns.state[:used], columns.scores[:used], columns.keys[:used]
+            rows = heap[: _lowest(*live, heap)] if count > 0 else heap
+        else:
+            rows = np.flatnonzero(columns.state[:used] == LIVE)
+            rows = _lowest_by_partition(rows, columns.scores, columns.keys, count)
         order = np.lexsort((columns.keys[rows], columns.scores[rows]))
         return torch.from_numpy(rows[order][: max(count, 0)])
 
@@ -257,8 +262,9 @@ class HashIndex:
     def look_ahead(self) -> None:
         """Continue the search for the rows with the lowest scores, so that ``lowest`` need not read all rows.
 
-        Call this method once a step. How many rows it reads follows from the rows inserted since the last call, and how
-        many it wants to know from the largest number that ``lowest`` was asked for.
+        Call this method once a step. How many rows it reads follows from the rows inserted since the last call and from
+        the number that is still known: a pass ends before the known rows have left. How many it wants to know follows
+        from the largest number that ``lowest`` was asked for.
         """
         inserted, self._inserted = self._inserted, 0
         ahead = self._looks_ahead()
@@ -267,7 +273,8 @@ class HashIndex:
         wanted = max(len(self) // _WANTED_SHARE, _WANTED_TIMES * self._asked, 1)
         if not ahead.is_passing and ahead.known < wanted:
             ahead.begin_lowest(self._rows, wanted)
-        ahead.scan(max(_PACE * inserted * self._rows // wanted, _FEWEST_ROWS))
+        known = min(max(ahead.known, wanted // _MOST_HASTE, 1), wanted) if self._asked else wanted
+        ahead.scan(max(_PACE * inserted * self._rows // known, _FEWEST_ROWS))
 
     def look_ahead_below(self, score: int, calls: int, unit: int = 1) -> None:
         """Continue the search for the rows below ``score``, which rises by 1 with each call.
@@ -397,9 +404,8 @@ def _reserved(room: int, dtype: torch.dtype) -> np.ndarray:
     return found
 
 
-def _lowest_by_partition(state: np.ndarray, scores: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
-    """Return the ``count`` lowest rows, or all; in any order."""
-    rows = np.flatnonzero(state == LIVE)
+def _lowest_by_partition(rows: np.ndarray, scores: np.ndarray, keys: np.ndarray, count: int) -> np.ndarray:
+    """Return the ``count`` lowest of the rows, or all; in any order."""
     if not 0 < count < rows.size:
         return rows
     held = scores[rows]

@@ -11,15 +11,18 @@ Cost:   kept_rows.py, with 17 bytes for each row that changes; 4 bytes a row for
 Shapes: n rows of one call, M rows of the snapshot.
 """
 
-import threading
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shardwise.kernels.tables.hash_index import HashIndex
-from shardwise.kernels.tables.kept_rows import KeptRows, give_way
+from shardwise.kernels.tables.kept_rows import KeptRows
 from shardwise.kernels.tables.keys import bucket
+
+_KEY, _SCORE, _STATE = 0, 1, 2
+"""Numbers of the columns of an index."""
 
 _CHUNK_ROWS = 1 << 15
 """Number of neighbouring rows that are read while the lock is held."""
@@ -42,7 +45,6 @@ class IndexSnapshot:
         self._rows = index.rows
         self.counts = index.bucket_counts.clone()
         """Number of keys of each bucket: int64 [buckets]."""
-        self._lock = threading.Lock()
         self._kept = KeptRows(self._rows, [torch.int64, torch.int64, torch.uint8])
         index.before_change = self._keep
 
@@ -51,7 +53,7 @@ class IndexSnapshot:
         self._index.before_change = None
 
     def _keep(self, rows: np.ndarray) -> None:
-        with self._lock:
+        with self._kept.lock.for_step():
             old = torch.from_numpy(rows[rows < self._rows])
             old = old[self._kept.first(old)]
             if old.numel():
@@ -59,23 +61,31 @@ class IndexSnapshot:
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and scores of rows: [n] -> [n], [n]."""
-        keys, scores = torch.empty_like(rows), torch.empty_like(rows)
+        return self.keys_of(rows), self.scores_of(rows)
+
+    def keys_of(self, rows: Tensor) -> Tensor:
+        """Return the keys of rows: [n] -> [n]."""
+        return self._column(_KEY, rows)
+
+    def scores_of(self, rows: Tensor) -> Tensor:
+        """Return the scores of rows: [n] -> [n]."""
+        return self._column(_SCORE, rows)
+
+    def _column(self, number: int, rows: Tensor) -> Tensor:
+        found = torch.empty_like(rows)
         for start in range(0, rows.numel(), _READ_ROWS):
             part = slice(start, start + _READ_ROWS)
-            keys[part], scores[part], _ = self._read(rows[part], rows[part])
-        return keys, scores
+            found[part] = self._read(rows[part], rows[part], [number])[0]
+        return found
 
-    def _read(self, rows: Tensor, at: Tensor | slice) -> list[Tensor]:
-        """Return keys, scores and states of rows, which ``at`` names too."""
+    def _read(self, rows: Tensor, at: Tensor | slice, numbers: Sequence[int]) -> list[Tensor]:
+        """Return some columns of rows, which ``at`` names too."""
         with self._kept.reading:
-            with self._lock:
-                live = [
-                    column[at].clone() if isinstance(at, slice) else column[at]
-                    for column in self._index.columns
-                ]
+            with self._kept.lock.for_reader():
+                columns = [self._index.columns[number] for number in numbers]
+                live = [each[at].clone() if isinstance(at, slice) else each[at] for each in columns]
                 copied = self._kept.take()
-            self._kept.put(rows, live, copied)
-        give_way()
+            self._kept.put(rows, live, copied, numbers)
         return live
 
     def order(self, wanted: Tensor) -> Tensor:
@@ -91,12 +101,12 @@ class IndexSnapshot:
         next_place = ends - counts
         for start in range(0, self._rows, _CHUNK_ROWS):
             rows = torch.arange(start, min(start + _CHUNK_ROWS, self._rows))
-            keys, _, state = self._read(rows, slice(start, int(rows[-1]) + 1))
+            keys, state = self._read(rows, slice(start, int(rows[-1]) + 1), [_KEY, _STATE])
             self._place(rows, keys, state, wanted, order, next_place)
         start = 0
         for stop in _parts(ends):
             rows = order[start:stop].long()
-            keys, _ = self.read(rows)
+            keys = self.keys_of(rows)
             by_key = keys.argsort()
             by_bucket = bucket(keys[by_key], counts.numel()).argsort(stable=True)
             order[start:stop] = rows[by_key[by_bucket]].to(order.dtype)

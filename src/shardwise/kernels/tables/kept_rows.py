@@ -5,7 +5,7 @@
 
 The step touches as little memory as it can, because a page of memory that is new costs it some microseconds, and a row
 is anywhere in a table: one bit a row, and the copies one after another. The larger array, from rows to copies, is the
-reader's. Both sides hold one lock for what they share: ``first``, ``keep`` and ``take`` run under it, ``put`` need not.
+reader's. Both sides hold ``lock`` for what they share: ``first``, ``keep`` and ``take`` run under it, ``put`` need not.
 A reader holds ``reading`` from ``take`` to the end of ``put``: what one has taken, another finds only afterwards.
 
 Memory for all copies is reserved (slab.py) and taken as rows are copied, so that more of them move none.
@@ -16,7 +16,8 @@ Shapes: n rows of one call.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -51,6 +52,8 @@ class KeptRows:
         self._new: Copied = []
         self._where = reserve(rows, 1, torch.int32, small_first=True).view(-1)
         """Place of a row's copy plus 1, and 0 for a row without one; the reader's."""
+        self.lock = StepFirstLock()
+        """Lock for what the step and the readers share."""
         self.reading = threading.Lock()
         """Lock that a reader holds from ``take`` to the end of ``put``."""
 
@@ -78,30 +81,54 @@ class KeptRows:
         copied, self._new = self._new, []
         return copied
 
-    def put(self, rows: Tensor, columns: Sequence[Tensor], copied: Copied) -> None:
+    def put(
+        self, rows: Tensor, columns: Sequence[Tensor], copied: Copied, numbers: Sequence[int] | None = None
+    ) -> None:
         """Overwrite what was read of ``rows`` by the copies, where there are any.
 
         Args:
             rows: the rows: [n].
             columns: what was read of them, one tensor a column.
             copied: what ``take`` has returned under the lock under which they were read.
+            numbers: numbers of the columns that were read; None if all were.
         """
+        held = self._copies if numbers is None else [self._copies[number] for number in numbers]
         for first, those in copied:
             self._where[those] = torch.arange(first + 1, first + 1 + those.numel(), dtype=torch.int32)
         places = self._where[rows]
         kept = places.nonzero()[:, 0]
         if kept.numel():
             source = places[kept].long() - 1
-            for copies, column in zip(self._copies, columns, strict=True):
+            for copies, column in zip(held, columns, strict=True):
                 column[kept] = copies[source]
 
 
-def give_way() -> None:
-    """Let a thread that waits for a lock have it, which the caller has just released and is about to take again.
+class StepFirstLock:
+    """Lock between a step and a reader, who takes it again and again: a step that waits for it goes first.
 
-    The lock would be taken again before the other thread is awake.
+    A reader who took the lock again at once would have it before the thread of the step is awake.
     """
-    time.sleep(_GIVE_WAY_S)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_awaited = False
+        """True while a step waits for the lock."""
+
+    @contextmanager
+    def for_step(self) -> Iterator[None]:
+        """Hold the lock for a step."""
+        self._is_awaited = True
+        with self._lock:
+            self._is_awaited = False
+            yield
+
+    @contextmanager
+    def for_reader(self) -> Iterator[None]:
+        """Hold the lock for a reader, and let a step have it afterwards if one waits."""
+        with self._lock:
+            yield
+        if self._is_awaited:
+            time.sleep(_GIVE_WAY_S)
 
 
 def compile_loops() -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels.tables.index_snapshot import IndexSnapshot
-from shardwise.kernels.tables.kept_rows import KeptRows, give_way
+from shardwise.kernels.tables.kept_rows import KeptRows
 
 _CHUNK_ROWS = 1 << 12
 """Number of lines that are read while the lock is held."""
@@ -52,7 +52,6 @@ class StoreSnapshot:
     ) -> None:
         self._memory, self._bring = memory, bring
         self.indexes, self.waiting = indexes, waiting
-        self._lock = threading.Lock()
         self._starts = torch.tensor([each.start for each in parts], dtype=torch.int64)
         self._sizes = torch.tensor([len(each) for each in parts], dtype=torch.int64)
         self._firsts = self._sizes.cumsum(0) - self._sizes
@@ -65,7 +64,7 @@ class StoreSnapshot:
         """Copy the lines of rows that are about to change, unless they have been copied."""
         numbers, was_in_use = self._numbers(rows)
         rows, numbers = rows[was_in_use], numbers[was_in_use]
-        with self._lock:
+        with self._kept.lock.for_step():
             first = self._kept.first(numbers)
             if first.numel():
                 old = rows[first]
@@ -83,11 +82,10 @@ class StoreSnapshot:
         for start in range(0, rows.numel(), _CHUNK_ROWS):
             part = rows[start : start + _CHUNK_ROWS]
             with self._kept.reading:
-                with self._lock:
+                with self._kept.lock.for_reader():
                     lines = [each.index_select(0, part) for each in self._memory]
                     copied = self._kept.take()
                 self._kept.put(self._numbers(part)[0], lines, copied)
-            give_way()
             for whole, each in zip(found, lines, strict=True):
                 whole[start : start + part.numel()] = each
         if self._bring is not None:

@@ -8,6 +8,7 @@ import torch
 from shardwise.base.errors import PlanError, TableFullError
 from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
+from shardwise.kernels.tables.hash_index import HashIndex
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import (
     AdmissionPolicy,
@@ -66,6 +67,23 @@ def test_a_row_that_comes_back_begins_anew() -> None:
     train_on(collection, [2])
     assert keys_of(collection) == [2]
     assert torch.equal(train_on(collection, [1]), first)
+
+
+def test_no_row_is_looked_at_before_one_can_be_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    eviction = EvictionPolicy(type="age", max_age_steps=4)
+    collection = collection_of(DynamicPolicy(eviction=eviction))
+    asked: list[int] = []
+    below = HashIndex.below
+    monkeypatch.setattr(
+        HashIndex, "below", lambda index, score: (asked.append(score), below(index, score))[1]
+    )
+    for key in (1, 2, 3):
+        train_on(collection, [key])
+    assert asked == []
+    train_on(collection, [4])
+    assert asked == [1] and keys_of(collection) == [1, 2, 3, 4]
+    train_on(collection, [5])
+    assert keys_of(collection) == [2, 3, 4, 5]
 
 
 def test_admission() -> None:

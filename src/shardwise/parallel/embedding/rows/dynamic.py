@@ -129,13 +129,19 @@ class DynamicIndex:
 
     def rows_after(self, step: int) -> int:
         """Return the number of rows on this rank after ``step`` and after the eviction of rows that are too old."""
-        max_age = self.policy.eviction.max_age_steps
-        if max_age is None:
+        old = self.too_old(step)
+        if old.numel() == 0:
             return len(self.index)
-        old = self.index.below(step - max_age + 1)
         # Rows on a rank that received no key of the table in this step are evicted too.
         came = torch.cat(self._came) if self._came else old.new_empty(0)
         return len(self.index) - int((~torch.isin(old, came)).sum())
+
+    def too_old(self, step: int) -> Tensor:
+        """Return the rows that did not come in the ``max_age_steps`` steps up to ``step``; none without that limit."""
+        max_age = self.policy.eviction.max_age_steps
+        if max_age is None or step < max_age:  # no score is below 0, and a search for it would read all rows
+            return torch.empty(0, dtype=torch.int64)
+        return self.index.below(step - max_age + 1)
 
     @property
     def nbytes(self) -> int:

@@ -35,9 +35,7 @@ def evict(tables: Sequence[DynamicIndex], group: Group | None, step: int) -> Non
         step: the step that has just ended.
     """
     for each in tables:
-        limit = each.policy.eviction.max_age_steps
-        if limit is not None:
-            each.forget(each.index.below(step - limit + 1))
+        each.forget(each.too_old(step))
     if not any(_is_bounded(each) for each in tables):
         for each in tables:
             each.look_ahead(step, len(each.index), each.waiting)

@@ -173,11 +173,9 @@ class SavedRows:
         index, pairs, base = snapshot.indexes[place], snapshot.waiting[place], store.dynamic[place].base
 
         def read(kind: str, rows: Tensor) -> Tensor:
-            return (
-                index.read(rows)[kind == SCORE][:, None]
-                if kind in (KEY, SCORE)
-                else numbers(kind, rows + base)
-            )
+            if kind == KEY:
+                return index.keys_of(rows)[:, None]
+            return index.scores_of(rows)[:, None] if kind == SCORE else numbers(kind, rows + base)
 
         columns |= {KEY: (1, torch.int64), SCORE: (1, torch.int64)}
         found = StreamedRows(counts, mine, columns, read, index)
