@@ -179,6 +179,7 @@ def life(given: argparse.Namespace, told: dict[str, dict[str, int]]) -> None:
         say(f"trained to step {result.step}", begin)
         begin = time.perf_counter()
         engine.save(given.folder / "steps")
+        engine.wait_for_save()
         say(f"saved step {engine.step_count}", begin)
     engine.close(whole=False)
 
