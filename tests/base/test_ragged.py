@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardwise.base.errors import DataError
-from shardwise.base.ragged import Ragged, offsets_of
+from shardwise.base.ragged import Ragged, offsets_of, samples_in
 
 
 def test_lists_and_ones() -> None:
@@ -17,6 +17,13 @@ def test_lists_and_ones() -> None:
     empty = Ragged.of_lists([])
     empty.check("c")
     assert empty.samples == 0 and offsets_of(torch.tensor([2, 0])).tolist() == [0, 2, 2]
+
+
+def test_samples_of_a_batch() -> None:
+    bags = Ragged.of_lists([[7, 3], [], [9, 9, 4], []])
+    assert samples_in({"scale": torch.tensor(1.0), "sparse": {"a": bags}, "x": torch.zeros(5)}) == 4
+    assert samples_in((torch.zeros(3, 2), bags)) == 3
+    assert samples_in({"text": "ab", "list": [1, 2], "none": None}) is None
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from shardwise.base.errors import DataError
+from shardwise.base.ragged import Ragged
 from shardwise.data.evaluation import WeightedBatch, evaluation_batches
 from shardwise.data.token_file import TokenFile, TokenWriter
 from shardwise.data.windows import TokenSpan, TokenWindows
@@ -24,6 +25,16 @@ class Range(IterableDataset[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.arange(self.size))
+
+
+class Batches(IterableDataset[Any]):
+    """Batches that are read one after another."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
 
 
 class LoaderOfBatches:
@@ -61,6 +72,15 @@ def test_weighted_mean_does_not_depend_on_the_ranks() -> None:
         return total / sum(weight for _, weight in batches)
 
     assert [mean(dp) for dp in (1, 2, 3)] == pytest.approx([4.5] * 3, abs=1e-12)
+
+
+def test_samples_of_features_count_and_not_their_keys() -> None:
+    """Samples with no, one or two keys, in batches that the user's loader makes."""
+    lists = [[sample] * (sample % 3) for sample in range(10)]
+    batches = [{"a": Ragged.of_lists(lists[start : start + 4])} for start in range(0, 10, 4)]
+    loader = DataLoader(Batches(batches), None)
+    weights = [each.weight for rank in range(2) for each in evaluation_batches(loader, rank, 2, 4)]
+    assert weights == [4, 2, 4, 0]
 
 
 @pytest.mark.parametrize("make", [_dataset, Range])

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler, get_worker_info
 
 from shardwise.base.errors import ConfigError, DataError, UsageError
+from shardwise.base.ragged import Ragged
 from shardwise.data.loader import Loader
 from shardwise.data.sampler import Sampler
 from shardwise.data.token_file import TokenFile, TokenWriter
@@ -155,6 +156,17 @@ def test_a_stream_of_batches_is_dealt_and_resumes(dp: int) -> None:
     assert _steps(resumed, 3) == undisturbed[3:]
     first_epoch = [sample for step in undisturbed for sample in step][:20]
     assert len(set(first_epoch)) == 20
+
+
+def test_a_batch_is_whole_with_fewer_keys_than_samples() -> None:
+    def bags(samples: list[Tensor]) -> dict[str, Ragged]:
+        return {"a": Ragged.of_lists([[int(each)] * (int(each) % 2) for each in samples])}
+
+    [loader] = _ranks(lambda: DataLoader(NoisyStream(16), 2, collate_fn=bags), 1, 2)
+    found = [batch["a"] for _ in range(2) for batch in loader.step_batches()]
+    assert [each.samples for each in found] == [2] * 8
+    assert sorted(torch.cat([each.values for each in found]).tolist()) == list(range(1, 16, 2))
+    loader.close()
 
 
 def test_own_sampler_gives_all_ranks_one_stream() -> None:

@@ -81,8 +81,7 @@ def test_the_comparison_in_fp64_stores_narrow_rows_in_fp64() -> None:
     assert narrow_tables(subject.made(None, True)()) == ["tables.large", "tables.grows"]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2,zero=3"])
+@pytest.mark.parametrize("layout", ["dp=2", pytest.param("dp=2,zero=3", marks=pytest.mark.soak)])
 def test_a_layout_with_narrow_rows_is_verified(layout: str) -> None:
     found = verified(narrow_net, layout)
     assert found.verdict == "pass", found.lines()

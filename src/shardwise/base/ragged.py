@@ -7,7 +7,8 @@
 A sample without a key is an empty range; a batch of no samples has offsets [0].
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +137,32 @@ class Ragged(NamedTuple):
             own = offsets[place * samples : (place + 1) * samples + 1] - ends[place]
             found[name] = cls(values[keys], own, None if weights is None else weights[keys])
         return found
+
+
+def samples_in(batch: Any) -> int | None:
+    """Return the number of samples of a batch, which its first feature or tensor with a dimension tells.
+
+    The first tensor of a feature is as long as its keys are many, so a feature is asked itself.
+
+    Args:
+        batch: Tensors and features in any nesting of tuples, lists, mappings and dataclasses.
+
+    Returns:
+        The number; None if the batch has neither a feature nor a tensor with a dimension.
+    """
+    if isinstance(batch, Ragged):
+        return batch.samples if isinstance(batch.offsets, Tensor) else None
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else None
+    parts: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        parts = batch
+    elif is_dataclass(batch):
+        parts = (getattr(batch, field.name) for field in fields(batch))
+    sizes = (samples_in(part) for part in parts)
+    return next((size for size in sizes if size is not None), None)
 
 
 def offsets_of(lengths: Tensor) -> Tensor:

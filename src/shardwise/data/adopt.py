@@ -13,12 +13,11 @@ A stream has no random access, so every rank reads all of it, keeps its share an
 number of items, reached again by reading them once more.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -241,16 +240,3 @@ def _shuffle_of(loader: DataLoader[Any]) -> bool | None:
     if type(sampler) is DistributedSampler:
         return bool(sampler.shuffle)
     return None
-
-
-def samples_in(batch: Any) -> int | None:
-    """Return the leading size of the first tensor in a batch, or None if the batch has no tensor."""
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.dim() else None
-    parts: Iterable[Any] = ()
-    if isinstance(batch, dict) or hasattr(batch, "values") and hasattr(batch, "keys"):
-        parts = batch.values()
-    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        parts = batch
-    sizes = (samples_in(part) for part in parts)
-    return next((size for size in sizes if size is not None), None)

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from shardwise.base.errors import DataError
-from shardwise.data.adopt import Collate, IterableData, MapStyleData, adopt, samples_in
+from shardwise.base.ragged import samples_in
+from shardwise.data.adopt import Collate, IterableData, MapStyleData, adopt
 from shardwise.data.batched import BatchedDataset, evaluation_blocks
 from shardwise.data.draws import GeneratorContext
 from shardwise.data.feed import read_stream

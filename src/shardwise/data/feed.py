@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 from torch.utils.data import DataLoader
 
 from shardwise.base.errors import ConfigError, DataError, UsageError
-from shardwise.data.adopt import IterableData, MapStyleData, samples_in
+from shardwise.base.ragged import samples_in
+from shardwise.data.adopt import IterableData, MapStyleData
 from shardwise.data.draws import GeneratorContext
 from shardwise.data.placed import PositionedSample
 from shardwise.data.sampler import BatchShare, Sampler, key_of

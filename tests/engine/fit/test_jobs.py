@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, PlanError
+from shardwise.base.ragged import Ragged
 from shardwise.config.run import load
-from shardwise.engine.fit.jobs import JobShelf, resized, rows_of
+from shardwise.engine.fit.jobs import JobShelf, resized
 from shardwise.models import Gpt, GptPolicy
 
 CPU = torch.device("cpu")
@@ -33,4 +34,7 @@ def test_examples_have_the_samples_that_are_wanted() -> None:
     example = {"x": torch.zeros(4, 3), "y": [torch.zeros(4, dtype=torch.int64), torch.tensor(1.0)]}
     made = resized(example, 7)
     assert made["x"].shape == (7, 3) and made["y"][0].shape == (7,) and made["y"][1].shape == ()
-    assert made["y"][0].dtype == torch.int64 and rows_of(example) == 4 and rows_of({"a": 1}) is None
+    assert made["y"][0].dtype == torch.int64
+    bags = resized({"a": Ragged.of_lists([[1, 2], [], [3]]), "b": Ragged.of_ones(torch.ones(3).long())}, 6)
+    assert bags["a"].samples == bags["b"].samples == 6 and bags["a"].weights is None
+    assert bags["a"].values.shape == (6,) and bags["b"].values.shape == (6,)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from shardwise.base.errors import PlanError
-from shardwise.engine.parts.pass_context import PassContext, rows_of
+from shardwise.base.ragged import Ragged
+from shardwise.engine.parts.pass_context import PassContext
 from shardwise.passes.replay import BatchPosition
 
 
@@ -43,9 +44,11 @@ def test_samples_of_a_rank_lie_behind_those_of_the_ranks_before() -> None:
     assert here.place(5, 1, None, rows=2) == BatchPosition(5, (1 * 3 + 1) * 2, 2)
 
 
-def test_rows_are_those_of_the_first_tensor_that_has_any() -> None:
-    assert rows_of({"scale": torch.tensor(1.0), "x": torch.zeros(3, 2)}) == 3
-    assert rows_of("no tensor") == 0 and context()[0].place(1, 0, "no tensor").samples is None
+def test_samples_are_counted_and_not_keys() -> None:
+    here = context()[0]
+    features = {"a": Ragged.of_lists([[1, 2, 3], [4, 5], []]), "labels": torch.zeros(3)}
+    assert here.place(5, 0, features) == BatchPosition(5, 3, 3)
+    assert here.place(1, 0, "no tensor").samples is None
 
 
 def test_a_misfit_of_shapes_in_the_first_pass_names_the_table() -> None:

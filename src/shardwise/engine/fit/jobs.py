@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, ShardwiseError, UsageError
 from shardwise.base.pytree import rebuilt, tensors_in
+from shardwise.base.ragged import Ragged
 from shardwise.compose.plan import context_mesh
 from shardwise.config.auto import ResolvedConfig, resolve
 from shardwise.config.batch import BatchPolicy
@@ -245,17 +246,20 @@ class JobShelf:
 
 
 def resized(example: Any, rows: int) -> Any:
-    """Return tensors of the shapes of ``example`` with another number of samples, which dim 0 of each tensor counts."""
+    """Return tensors of the shapes of ``example`` with another number of samples, which dim 0 of each tensor counts.
+
+    A feature has as many keys for a sample as in ``example``, on average.
+    """
+    if isinstance(example, Ragged):
+        keys = round(example.values.numel() / max(example.samples, 1) * rows)
+        sizes = {"values": keys, "offsets": rows + 1, "weights": keys}
+        found = {name: resized(getattr(example, name), size) for name, size in sizes.items()}
+        return Ragged(**found)
     if isinstance(example, Tensor):
         if example.dim() == 0:
             return example
         return torch.empty((rows, *example.shape[1:]), dtype=example.dtype, device="meta")
     return rebuilt(example, lambda inner: resized(inner, rows))
-
-
-def rows_of(example: Any) -> int | None:
-    """Return the samples of an example microbatch, which dim 0 of its first tensor counts; None if it has no tensor."""
-    return next((tensor.shape[0] for tensor in tensors_in(example) if tensor.dim()), None)
 
 
 def _taken(kept: dict[Hashable, JobFacts | _Failed], key: Hashable, make: Callable[[], JobFacts]) -> JobFacts:

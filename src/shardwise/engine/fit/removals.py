@@ -21,10 +21,11 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError, MeshError, PlanError, UsageError
 from shardwise.base.hardware import Hardware
+from shardwise.base.ragged import samples_in
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.fit.fits import Memory, budget, seconds_of
 from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate
-from shardwise.engine.fit.jobs import JobShelf, rows_of
+from shardwise.engine.fit.jobs import JobShelf
 from shardwise.engine.fit.knobs import (
     KNOBS,
     Copies,
@@ -103,7 +104,7 @@ def removals(
     """
     device, given = device or torch.device("cpu"), load(config)
     shelf = JobShelf(make, device, example, loss, per_host)
-    sizes = batch_of(given, [ranks], None if callable(example) else rows_of(example))
+    sizes = batch_of(given, [ranks], None if callable(example) else samples_in(example))
     scope = scope_of(shelf, given, ranks, budget(memory), sizes, per_host)
     rates = hardware_of(hardware, given, device)
     now = _configured(scope)

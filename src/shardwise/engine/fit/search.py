@@ -38,12 +38,13 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError, MeshError, PlanError, UsageError
 from shardwise.base.hardware import Hardware
+from shardwise.base.ragged import samples_in
 from shardwise.base.words import bytes_text
 from shardwise.config.run import RunConfig, load
 from shardwise.engine.fit.bound import JobBounds, PassWork, ShapeBound, state_key, work_of
 from shardwise.engine.fit.fits import ConfigChange, Memory, budget, is_within, on_tiers, seconds_of
 from shardwise.engine.fit.foresee import JobFacts, MemoryEstimate
-from shardwise.engine.fit.jobs import JobShelf, rows_of
+from shardwise.engine.fit.jobs import JobShelf
 from shardwise.engine.fit.knobs import (
     KNOBS,
     LONG_TOKENS,
@@ -223,7 +224,7 @@ def search(
     shelf = JobShelf(make, device, example, loss, per_host)
     keys = _searched(free, knobs)
     counts = [ranks] if isinstance(ranks, int) else sorted(set(ranks))
-    sizes = batch_of(given, counts, None if callable(example) else rows_of(example))
+    sizes = batch_of(given, counts, None if callable(example) else samples_in(example))
     hardware = hardware_of(hardware, given, device)
     ends_s = None if limit_s is None else time.monotonic() + limit_s
     run = _Search(shelf, given, have, hardware, keys, ends_s, per_host)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardwise.base.errors import PlanError
-from shardwise.base.pytree import tensors_in
+from shardwise.base.ragged import samples_in
 from shardwise.comm.collectives import Group
 from shardwise.comm.step_clock import StepClock
 from shardwise.engine.parts.failed_pass import explained
@@ -109,7 +109,7 @@ class PassContext:
 
     def place(self, step: int, microbatch: int, batch: Any, rows: int | None = None) -> BatchPosition:
         """Return the position of the samples of ``batch`` in the global batch of ``step``."""
-        rows = rows_of(batch) if rows is None else rows
+        rows = (samples_in(batch) or 0) if rows is None else rows
         return BatchPosition(step, (microbatch * self.data.size + self.data.index) * rows, rows or None)
 
     @contextmanager
@@ -140,8 +140,3 @@ def _as_given(batch: Any) -> Any:
         return batch
     args, kwargs = batch
     return kwargs or (args[0] if len(args) == 1 else args)
-
-
-def rows_of(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of its first tensor."""
-    return next((len(each) for each in tensors_in(batch) if each.dim()), 0)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import PlanError, UsageError
+from shardwise.base.ragged import samples_in
 from shardwise.comm.peers import PointToPoint
 from shardwise.engine.parts.inputs import Loss, call_model, cast_inputs, find_loss
 from shardwise.engine.parts.parts import EngineParts
-from shardwise.engine.parts.pass_context import rows_of
 from shardwise.engine.parts.sums import Number, filled_like, number_of
 from shardwise.engine.parts.weighing import MicrobatchWeights
 from shardwise.engine.step.check import FirstStepCheck
@@ -149,7 +149,7 @@ class PipelineRunner:
         whole = sum(
             part.inputs is not None and not (reads_targets and part.targets is None) for part in brought
         )
-        rows = [float(rows_of(part.inputs)) * has for part, has in zip(brought, inputs, strict=True)]
+        rows = [float(samples_in(part.inputs) or 0) * has for part, has in zip(brought, inputs, strict=True)]
         counted = [float(weight) * (group.index == last) for weight in each]
         told = torch.tensor([float(whole), *inputs, *targets, *rows, *counted], dtype=torch.float64)
         group.all_reduce(told, "what the stages were given", purpose="control").wait()

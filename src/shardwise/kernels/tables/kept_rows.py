@@ -92,6 +92,8 @@ class KeptRows:
             copied: what ``take`` has returned under the lock under which they were read.
             numbers: numbers of the columns that were read; None if all were.
         """
+        if self._count == 0:
+            return
         held = self._copies if numbers is None else [self._copies[number] for number in numbers]
         for first, those in copied:
             self._where[those] = torch.arange(first + 1, first + 1 + those.numel(), dtype=torch.int32)
