@@ -278,7 +278,7 @@ def test_a_change_without_a_mark_is_seen(tmp_path: Path, monkeypatch: pytest.Mon
             if is_planted and gap == "rows that went":
                 patch.setattr(DynamicIndex, "forget_keys", _forget_quietly)
             if is_planted and gap == "a row that still moves":
-                patch.setattr(RowMarks, "changed", lambda self, rows, since, stood: self._steps[rows] > since)
+                patch.setattr(RowMarks, "changed", lambda self, rows, since: self._steps[rows] > since)
             engine.export(folder / "vectors")
             if gap == "loaded rows":
                 with monkeypatch.context() as inner:
