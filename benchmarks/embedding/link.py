@@ -6,7 +6,9 @@
 The hosts are two network namespaces of this machine with one rank each, and a cable of 200 Mbit/s in both directions
 (``tc tbf``). Both contenders of a case are started once; then they take turns of some steps while the other sleeps.
 Keys travel beside the step before in ``ahead``, and at its beginning otherwise. What is sent is the same, so the gain
-is at most the time in which the cable is idle: it is large where keys are a large part of what is sent.
+is at most the time in which the cable is idle: it is large where keys are a large part of what is sent. The bytes that
+the kernel counts on the cable, over its rate, are printed as a share of the step without keys ahead: no step that
+sends them is shorter.
 
     dlrm       rows of 16 numbers: a key is 8 of the 136 bytes that its row costs, beside the dense gradients
     weights    logistic regression: a key is 8 of 16 bytes
@@ -106,12 +108,21 @@ class LinkGroup(Group):
             )
 
 
+def bits_of(rate: str) -> float:
+    """Return the bits of a second in a rate as tc writes it, such as 200mbit."""
+    for unit, bits in {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}.items():
+        if rate.endswith(unit):
+            return float(rate.removesuffix(unit)) * bits
+    raise SystemExit(f"--rate {rate}: give a number with gbit, mbit or kbit")
+
+
 def run_case(case: Case, hosts: list[Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the turns of one case and return its row."""
     names = [each.name for each in contenders(case)]
     groups: dict[str, LinkGroup] = {}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, list[list[float]]] = {name: [] for name in names}
+    cable: dict[str, list[float]] = {name: [] for name in names}
 
     def steps(name: str, count: int) -> list[float]:
         answers = groups[name].ask(do="steps", count=count)
@@ -133,7 +144,10 @@ def run_case(case: Case, hosts: list[Any], arguments: argparse.Namespace) -> dic
             for number in range(arguments.rounds):
                 for name in names if number % 2 else reversed(names):
                     steps(name, 1)
+                    before = [host.counted().sent for host in hosts]
                     seconds[name].append(statistics.median(steps(name, arguments.steps)))
+                    sent = [host.counted().sent - first for host, first in zip(hosts, before, strict=True)]
+                    cable[name].append(max(sent) / arguments.steps * 8 / bits_of(arguments.rate))
         finally:
             for group in groups.values():
                 group.stop()
@@ -144,6 +158,8 @@ def run_case(case: Case, hosts: list[Any], arguments: argparse.Namespace) -> dic
         "step_s": statistics.median(plain),
         "step_s_ahead": statistics.median(ahead),
         "ratio": statistics.median(a / b for a, b in zip(ahead, plain, strict=True)),
+        "cable_s": statistics.median(cable[names[0]]),
+        "cable_s_ahead": statistics.median(cable[names[1]]),
         "to_the_bit": losses[names[0]] == losses[names[1]],
         "steps_compared": len(losses[names[0]]),
     }
@@ -170,7 +186,8 @@ def main() -> None:
     for row in rows:
         print(
             f"{row['case']}: {row['step_s'] * 1e3:.1f} ms, keys ahead {row['step_s_ahead'] * 1e3:.1f} ms, "
-            f"{row['ratio']:.2f} of it; {row['steps_compared']} losses "
+            f"{row['ratio']:.2f} of it; the cable alone needs {row['cable_s_ahead'] / row['step_s']:.2f} of it; "
+            f"{row['steps_compared']} losses "
             f"{'are equal to the bit' if row['to_the_bit'] else 'DIFFER'}"
         )
     if not arguments.tiny:

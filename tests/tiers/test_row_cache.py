@@ -215,3 +215,15 @@ def test_a_thread_reads_ahead_beside_the_caller() -> None:
 def test_many_lives(seed: int) -> None:
     one_life(100 + seed, places=3 + seed % 9, steps=400)
     beside_a_reader(10 * seed, 600)
+
+
+def test_rows_that_leave_together_are_written_in_their_order() -> None:
+    shelf, written = Shelf(), []
+    shelf.before_write = lambda rows: written.append(rows.tolist())
+    cache = RowCache(Lines(8), Lines(8), 8, shelf, draw, lambda rows: -(rows % 10))
+    rows = torch.tensor([31, 5, 48, 12, 77, 9, 20, 64])
+    cache.lines.memory[cache.lend(rows, changes=True), 0] = rows + 1000
+    cache.end_step()
+    cache.lend(torch.arange(100, 108))
+    assert written == [[9, 48, 77, 5, 64, 12, 31, 20]]
+    assert torch.equal(numbers(cache, rows), rows + 1000)

@@ -37,6 +37,8 @@ from shardwise.tiers.place_marks import PlaceMarks
 __all__ = ["CacheSnapshot", "Draw", "LineMemory", "RecordsBelow", "draw_lines"]
 
 _BLOCK_LINES = 4096
+_LOCKED_ROWS = 1 << 11
+"""Number of rows that are copied out of the cache at once, while steps wait for its lock."""
 _DRAWN = -1
 """Number of a row that no tier held; a position is noted as it is, and copied line i as -2 - i."""
 
@@ -163,20 +165,16 @@ class CacheSnapshot:
             DamagedStateError: If the bytes of a row are not those that were written, or if it is in no tier.
             TierError: If the disk fails.
         """
-        with self._lock:
-            at = self._index.find(rows).numpy()
-            is_here = (at >= 0) & ~self._marks.loading[at]
-            lines = self._lines.to_bytes(torch.from_numpy(at[is_here]))
-            positions = self._below.positions(rows).numpy()
-            added = self._notes.take()
-        self._notes.sort(added)
+        is_here, positions = np.empty(rows.numel(), np.bool_), np.empty(rows.numel(), np.int64)
+        for start in range(0, rows.numel(), _LOCKED_ROWS):
+            part = slice(start, start + _LOCKED_ROWS)
+            is_here[part], positions[part] = self._read_memory(rows[part], memory, start)
         numbers = self._notes.find(rows.numpy())
         is_noted = numbers != NO_NUMBER
         is_live, is_copied = is_here & ~is_noted, is_noted & (numbers < _DRAWN)
         positions = np.where(is_noted, numbers, positions)
         is_below = ~is_live & ~is_copied & (positions != _DRAWN)
         is_fresh = ~is_live & ~is_copied & (positions == _DRAWN)
-        memory.from_bytes(_places(is_live), lines[torch.from_numpy(is_live[is_here])])
         if is_copied.any():
             memory.from_bytes(_places(is_copied), self._copies.lines(-2 - numbers[is_copied]))
         if is_below.any():
@@ -187,6 +185,24 @@ class CacheSnapshot:
         if is_fresh.any():
             some = _places(is_fresh)
             draw_lines(self._draw, memory, some, rows[some])
+
+    def _read_memory(self, rows: Tensor, memory: LineMemory, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """Copy the lines of rows in the cache to places ``first``, ... of ``memory``, and take the new notes.
+
+        What is copied of a row that has changed before, or that changes before the notes are asked, is overwritten.
+
+        Returns:
+            (whether each row was in the cache, position of its newest record): [n], [n].
+        """
+        with self._lock:
+            at = self._index.find(rows).numpy()
+            is_here = (at >= 0) & ~self._marks.loading[at]
+            lines = self._lines.to_bytes(torch.from_numpy(at[is_here]))
+            positions = self._below.positions(rows).numpy()
+            added = self._notes.take()
+        self._notes.sort(added)
+        memory.from_bytes(_places(is_here) + first, lines)
+        return is_here, positions
 
     def close(self) -> None:
         """End the snapshot: nothing is noted any more, and the tier below may remove records."""

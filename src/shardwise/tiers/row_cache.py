@@ -27,7 +27,7 @@ Shapes: N rows of one call, P places.
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Generic, Protocol, TypeVar
@@ -73,6 +73,8 @@ class LinesBelow(Protocol):
 
 
 Memory = TypeVar("Memory", bound=LineMemory)
+Order = Callable[[Tensor], Tensor]
+"""Function that returns a number for each row, by which rows are sorted: int64 [n] -> [n]."""
 
 
 @dataclass
@@ -105,10 +107,18 @@ class RowCache(Generic[Memory]):
         below: the tier below.
         draw: writes start lines of rows that were never written; None if every row is written before it is read, as
             those of dynamic tables are.
+        order: returns the number by which each row is sorted before rows are written to the tier below together, so
+            that rows that a save reads together lie together; None writes them as they come.
     """
 
     def __init__(
-        self, lines: Memory, window: Memory, places: int, below: LinesBelow, draw: Draw | None
+        self,
+        lines: Memory,
+        window: Memory,
+        places: int,
+        below: LinesBelow,
+        draw: Draw | None,
+        order: Order | None = None,
     ) -> None:
         if places < 1:
             raise ValueError(f"a cache of {places} rows; expected at least 1")
@@ -116,7 +126,7 @@ class RowCache(Generic[Memory]):
         self.window = window
         self.places = places
         self.below = below
-        self._draw = draw
+        self._draw, self._order = draw, order
         self._figures = CacheFigures()
         self._changed = threading.Condition()
         self._reads = threading.Lock()
@@ -289,7 +299,11 @@ class RowCache(Generic[Memory]):
         """Write the changed lines at ``places`` to the tier below."""
         dirty = torch.from_numpy(places[self._marks.dirty[places]])
         if dirty.numel():
-            self.below.write(self._index.keys_of(dirty), self.lines.to_bytes(dirty))
+            rows = self._index.keys_of(dirty)
+            if self._order is not None:
+                by = self._order(rows).argsort()
+                rows, dirty = rows[by], dirty[by]
+            self.below.write(rows, self.lines.to_bytes(dirty))
             self._marks.dirty[dirty.numpy()] = False
             self._figures.written += dirty.numel()
             self._to_compact += dirty.numel()

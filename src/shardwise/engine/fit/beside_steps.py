@@ -225,6 +225,8 @@ def table_bytes_at_save(plan: Plan, rank: int) -> int:
         order += part.rows * _ORDER_BYTES * part.grows
         keys = min(part.rows, READ_ROWS) * _KEYS_ON_THE_WAY * _KEY_BYTES
         some = _bytes_of_some(part, READ_ROWS) + keys
+        if part.places is not None:  # a window of lines, and the lines that are read of the disk for it
+            some += min(part.rows, READ_ROWS) * part.bytes_a_row
         lines = max(lines, min(block, part.weight_bytes) + some)
     return copied + order + lines
 

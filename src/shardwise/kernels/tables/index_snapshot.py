@@ -85,7 +85,8 @@ class IndexSnapshot:
                 columns = [self._index.columns[number] for number in numbers]
                 live = [each[at].clone() if isinstance(at, slice) else each[at] for each in columns]
                 copied = self._kept.take()
-            self._kept.put(rows, live, copied, numbers)
+            if not self._kept.is_empty:
+                self._kept.put(rows, live, copied, numbers)
         return live
 
     def order(self, wanted: Tensor) -> Tensor:

@@ -58,6 +58,11 @@ class KeptRows:
         """Lock that a reader holds from ``take`` to the end of ``put``."""
 
     @property
+    def is_empty(self) -> bool:
+        """True if no row was copied, so that rows that were read need no ``put``."""
+        return self._count == 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the copies."""
         return self._bits.nbytes + self._count * (4 + sum(copies[:1].nbytes for copies in self._copies))
@@ -92,8 +97,6 @@ class KeptRows:
             copied: what ``take`` has returned under the lock under which they were read.
             numbers: numbers of the columns that were read; None if all were.
         """
-        if self._count == 0:
-            return
         held = self._copies if numbers is None else [self._copies[number] for number in numbers]
         for first, those in copied:
             self._where[those] = torch.arange(first + 1, first + 1 + those.numel(), dtype=torch.int32)

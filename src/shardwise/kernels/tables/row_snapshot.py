@@ -72,6 +72,9 @@ class StoreSnapshot:
 
     def _numbers(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return numbers of rows among those that were in use, and a mask of the rows that were: [n], [n]."""
+        if self._starts.numel() == 1:
+            offsets = rows - self._starts
+            return offsets, offsets < self._sizes
         part = torch.searchsorted(self._starts, rows, right=True) - 1
         offsets = rows - self._starts[part]
         return offsets + self._firsts[part], offsets < self._sizes[part]
@@ -85,7 +88,8 @@ class StoreSnapshot:
                 with self._kept.lock.for_reader():
                     lines = [each.index_select(0, part) for each in self._memory]
                     copied = self._kept.take()
-                self._kept.put(self._numbers(part)[0], lines, copied)
+                if not self._kept.is_empty:
+                    self._kept.put(self._numbers(part)[0], lines, copied)
             for whole, each in zip(found, lines, strict=True):
                 whole[start : start + part.numel()] = each
         if self._bring is not None:

@@ -8,9 +8,10 @@ import torch
 from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
-from shardwise.parallel.embedding.policy import RowOptimizerPolicy, TablePolicy
+from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
 from shardwise.parallel.embedding.rows.row_contents import RowContents
 from shardwise.tiers.row_tiers import RowTiersPolicy
+from tests.parallel.embedding.threads import on_ranks
 
 ROWS = 200
 
@@ -41,3 +42,36 @@ def test_rows_in_tiers_are_read_in_parts(tmp_path: Path, optimizer: RowOptimizer
         collection.placed.close()
     assert torch.equal(read[0], read[1])
     assert torch.equal(lines[order], read[0])
+
+
+def ordered(group: Group, placement: str, policy: DynamicPolicy | None) -> list[bool]:
+    """Whether the rows of each of two tables, in the order of a save, have numbers that rise."""
+    fields = {"rows": 3000} if policy is None else {"dynamic": policy}
+    tables = [TablePolicy(name=name, width=4, placement=placement, **fields) for name in "ab"]
+    collection = EmbeddingCollection(tables, RowOptimizerPolicy(), seed=1)
+    collection.place(group)
+    keys = torch.randint(0, 3000, (500,), generator=torch.Generator().manual_seed(group.index))
+    features = collection({name: Ragged.of_ones(keys) for name in "ab"})
+    sum(each.square().sum() for each in features.values()).backward()
+    collection.step()
+    (store,) = {part.store for part in collection.placed.parts}
+    last, found = -1, []
+    for place in range(2):
+        held = RowContents(store).rows_here(place).keys
+        if policy is None:
+            rows = store.slab_rows(place, held)
+        else:
+            rows = store.dynamic[place].index.find(held) + store.dynamic[place].base
+        numbers = store.places_in_save(rows)
+        rises = numbers[1:] >= numbers[:-1] if policy else numbers[1:] > numbers[:-1]
+        found.append(bool(rises.all()) and int(numbers[0]) > last and held.numel() > 100)
+        last = int(numbers[-1])
+    return found
+
+
+@pytest.mark.parametrize("policy", [None, DynamicPolicy()], ids=["static", "dynamic"])
+@pytest.mark.parametrize("placement", ["row", "column"])
+def test_rows_are_sorted_for_the_disk_as_a_save_reads_them(
+    placement: str, policy: DynamicPolicy | None
+) -> None:
+    assert on_ranks(2, lambda group: ordered(group, placement, policy)) == [[True, True]] * 2

@@ -29,7 +29,7 @@ def draw(memory: LineMemory, places: Tensor, rows: Tensor) -> None:
 
 def made() -> tuple[RowsInTiers, RowLines, Shelf, DiskFaults]:
     lines, shelf, faults = lines_of(PLACES), Shelf(), DiskFaults()
-    return RowsInTiers(lines, lines_of(4), shelf, draw, faults), lines, shelf, faults
+    return RowsInTiers(lines, lines_of(4), shelf, draw, lambda rows: rows, faults), lines, shelf, faults
 
 
 def fail(rows: Tensor) -> None:

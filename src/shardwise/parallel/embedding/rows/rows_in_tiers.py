@@ -26,14 +26,12 @@ from shardwise.parallel.embedding.rows.disk_faults import DiskFaults
 from shardwise.parallel.embedding.rows.row_lines import RowLines
 from shardwise.parallel.embedding.rows.tiered_snapshot import TieredSnapshot
 from shardwise.tiers.cache_snapshot import Draw
-from shardwise.tiers.row_cache import CacheFigures, LinesBelow, RowCache
+from shardwise.tiers.row_cache import CacheFigures, LinesBelow, Order, RowCache
 from shardwise.tiers.row_segments import RowSegments
 
 _log = logging.getLogger(__name__)
 WINDOW_ROWS = 1 << 14
 """Largest number of rows that are copied out of the cache, or into it, at once."""
-_SAVED_ROWS = 1 << 11
-"""Largest number of rows that a save copies out of the cache at once, while steps wait for its lock."""
 
 
 class RowsInTiers:
@@ -44,16 +42,23 @@ class RowsInTiers:
         window: memory of some lines, for copies of rows that do not enter the cache.
         below: the tier that holds the other rows.
         draw: writes start lines of rows that were never written; None for dynamic tables, whose rows are written first.
+        order: returns the number by which each row is sorted before rows are written to the disk together.
         faults: keeps errors of the disk until the other ranks are told.
     """
 
     def __init__(
-        self, lines: RowLines, window: RowLines, below: LinesBelow, draw: Draw | None, faults: DiskFaults
+        self,
+        lines: RowLines,
+        window: RowLines,
+        below: LinesBelow,
+        draw: Draw | None,
+        order: Order,
+        faults: DiskFaults,
     ) -> None:
         self.below = below
         self._lines, self._window = lines, window
         self._faults = faults
-        self._cache: RowCache[RowLines] = RowCache(lines, window, len(lines), below, draw)
+        self._cache: RowCache[RowLines] = RowCache(lines, window, len(lines), below, draw, order)
         self._brought: tuple[Tensor, Tensor] | None = None
         """Rows with gradients that were brought into memory for STEP, and their places."""
         self.snapshot: TieredSnapshot | None = None
@@ -181,7 +186,7 @@ class RowsInTiers:
         Steps may change rows meanwhile. Rows of an exact Adam are read as they are after the steps of ``history``.
         """
         self._brought = None  # STEP must announce the rows that it changes to the snapshot
-        held, window = self._cache.snapshot(), self._window.like(min(_SAVED_ROWS, len(self._window)))
+        held, window = self._cache.snapshot(), self._window.like(len(self._window))
         steps = None if history is None else history.frozen()
 
         def read(rows: Tensor) -> list[Tensor]:

@@ -29,7 +29,13 @@ from shardwise.kernels.tables.row_rules import RowwiseAdagrad
 from shardwise.kernels.tables.unique import unique
 from shardwise.optim.clip import square_sum
 from shardwise.parallel.embedding.group import TableGroup
-from shardwise.parallel.embedding.layout import static_keys, static_row
+from shardwise.parallel.embedding.layout import (
+    BUCKETS,
+    dynamic_bucket,
+    static_bucket,
+    static_keys,
+    static_row,
+)
 from shardwise.parallel.embedding.rows.disk_faults import DiskFaults
 from shardwise.parallel.embedding.rows.dynamic import DynamicIndex, capacity_of, limit_of
 from shardwise.parallel.embedding.rows.evict import evict
@@ -112,7 +118,7 @@ class RowStore:
             below = _segments(tables, group, self.lines.line_bytes, rows)
             window = self._lines_of(min(places, WINDOW_ROWS), _CPU)
             draw = None if tables.is_dynamic else self.starts.draw
-            self.tiers = RowsInTiers(self.lines, window, below, draw, self.faults)
+            self.tiers = RowsInTiers(self.lines, window, below, draw, self.places_in_save, self.faults)
             return
         self.lines = self._lines_of(rows, _CPU if tables.is_dynamic else device)
         if device.type != "cpu" and self.history is not None and not tables.is_dynamic:
@@ -453,6 +459,23 @@ class RowStore:
         sums = (g * g).sum(1)
         self.group.all_reduce(sums, f"squares of {self.tables}", "gradients").wait()
         return sums / self.tables.width
+
+    def places_in_save(self, rows: Tensor) -> Tensor:
+        """Return numbers that rise in the order in which a save writes rows: by table and bucket, static ones by key.
+
+        The keys of rows that were removed are those that they had last.
+        """
+        if not self.dynamic:
+            found = self.tables.keys_at(rows, self.group.index)
+            buckets = found.places * BUCKETS + static_bucket(found.keys)
+            return (buckets << 40) + torch.div(found.keys, BUCKETS, rounding_mode="floor")
+        numbers = torch.empty_like(rows)
+        ends = [*(each.base for each in self.dynamic[1:]), 1 << 62]
+        for place, (table, end) in enumerate(zip(self.dynamic, ends, strict=True)):
+            own = torch.nonzero((rows >= table.base) & (rows < end))[:, 0]
+            keys = table.index.keys_of(rows[own] - table.base)
+            numbers[own] = dynamic_bucket(keys) + place * BUCKETS
+        return numbers
 
     def catch_up(self, rows: Tensor, places: Tensor, for_update: bool = False) -> None:
         """Replay the steps that rows at places of ``lines`` missed, for an exact Adam; ``rows`` is on the host."""

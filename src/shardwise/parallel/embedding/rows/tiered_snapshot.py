@@ -49,7 +49,7 @@ class TieredSnapshot:
         """Return the lines of distinct rows, one tensor [n, columns] for each memory of the lines."""
         with self._lock:  # two threads may write files of one save
             parts = [[each.clone() for each in self._read(part)] for part in rows.split(self._most)]
-        return [torch.cat(of_memory) for of_memory in zip(*parts, strict=True)]
+        return parts[0] if len(parts) == 1 else [torch.cat(each) for each in zip(*parts, strict=True)]
 
     def close(self) -> None:
         """End the snapshots of the rows and of the indexes."""
