@@ -1,5 +1,7 @@
 """Ragged refuses parts that do not fit together, and says which sample."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,6 +26,15 @@ def test_samples_of_a_batch() -> None:
     assert samples_in({"scale": torch.tensor(1.0), "sparse": {"a": bags}, "x": torch.zeros(5)}) == 4
     assert samples_in((torch.zeros(3, 2), bags)) == 3
     assert samples_in({"text": "ab", "list": [1, 2], "none": None}) is None
+
+
+@pytest.mark.parametrize(
+    "lists", [[[1.5], [2.7]], [[1], [2.0]], [[1 << 63]], [1, 2], [[None]], None, [[[1]]]], ids=str
+)
+def test_lists_of_other_things_are_refused(lists: Any) -> None:
+    """Keys were once cut to whole numbers in silence."""
+    with pytest.raises(DataError, match="Ragged.of_lists"):
+        Ragged.of_lists(lists)
 
 
 @pytest.mark.parametrize(

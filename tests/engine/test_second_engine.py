@@ -23,7 +23,9 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import CheckpointError, MeshError, UsageError
+from shardwise.tiers.row_tiers import RowTiersPolicy
 from tests.engine.engines_campaign import campaign, fresh_job
+from tests.engine.tables_net import Net, batch, train
 
 GLOO = {"comm": {"transport": "torch"}}
 CARRIERS = pytest.mark.parametrize("carrier", [{}, GLOO], ids=["shared memory", "gloo"])
@@ -274,6 +276,41 @@ def test_a_dropped_engine_is_collected(tmp_path: Path) -> None:
 
 
 # The end of a job --------------------------------------------------------------------------------------------------
+
+
+def tables_left(folder: str) -> list[Any]:
+    """What a model with tables says after the engine was closed: in memory, in tiers, as dense weights alone."""
+    found: list[Any] = []
+    for tiers in (None, RowTiersPolicy(host_rows=200, disk=Path(folder))):
+        net = Net({})
+        net.tables.tables = tuple(each.model_copy(update={"tiers": tiers}) for each in net.tables.tables)
+        config = {"precision": "fp64", "optimizer": {"type": "adamw", "lr": 1e-2}}
+        engine = shardwise.initialize(net.double(), config)
+        train(engine, 3)
+        before = engine.evaluate([(batch(9), 1.0)])
+        engine.close()
+        try:
+            again = shardwise.initialize(net, config)
+            is_kept = again.evaluate([(batch(9), 1.0)]) == before
+            train(again, 1)
+            last = again.evaluate([(batch(9), 1.0)])
+            again.close()
+            found.append([is_kept, last != before, float(net.eval()(**batch(9)).detach()) == last])
+        except UsageError as error:
+            found.append(str(error))
+        found.append(sorted(net.state_dict())[:2])
+    return found
+
+
+def test_tables_are_left_with_their_rows_or_refuse(tmp_path: Path) -> None:
+    """Their forward pass once gave vectors of start rows, and the next engine trained on from those."""
+    alone = tables_left(str(tmp_path))
+    assert (
+        alone[0] == [True] * 3 and "because they lay on several ranks or on a disk. Save before" in alone[2]
+    )
+    for found in fresh_job(tables_left, str(tmp_path)):
+        assert "the rows of table 'large' and the others went with the engine" in found[0] and found[2]
+        assert found[1] == found[3] == alone[1], "the dense weights are whole"
 
 
 def said_at_the_end(folder: str) -> str:

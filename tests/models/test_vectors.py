@@ -95,6 +95,16 @@ def test_command(trained: tuple[object, Path], tmp_path: Path) -> None:
     wanted = engine.tables["tables"].rows_here("large")  # type: ignore[attr-defined]
     found = Vectors(tmp_path / "out").lookup("tables.large", keys)
     assert torch.equal(found[wanted.keys], wanted.weights)
+    with pytest.raises(DataError, match="keys are torch.float32"):
+        Vectors(tmp_path / "out").lookup("tables.large", keys.float())
+    for words in (["--vectors", "int8"], ["--to", "onnx"]):
+        refused = CliRunner().invoke(
+            app, ["convert", str(folder), str(tmp_path / "x"), "--since", "4", *words]
+        )
+        assert "--since writes an increment of vectors in fp32" in str(refused.exception)
+    (tmp_path / "file").write_text("")
+    refused = CliRunner().invoke(app, ["convert", str(folder), str(tmp_path / "file")])
+    assert "file is a file; a run is written into a folder" in str(refused.exception)
 
 
 def test_half_precision_and_an_empty_table(tmp_path: Path) -> None:

@@ -89,10 +89,23 @@ class Ragged(NamedTuple):
 
     @classmethod
     def of_lists(cls, lists: Sequence[Sequence[int]]) -> "Ragged":
-        """Build a feature from a list of keys for each sample."""
-        lengths = torch.tensor([len(keys) for keys in lists], dtype=torch.int64)
-        values = torch.tensor([key for keys in lists for key in keys], dtype=torch.int64)
-        return cls(values, offsets_of(lengths))
+        """Build a feature from a list of keys for each sample.
+
+        Raises:
+            DataError: if a key is no whole number of 64 bits.
+        """
+        try:
+            lengths = torch.tensor([len(keys) for keys in lists], dtype=torch.int64)
+            keys = [key for keys in lists for key in keys]
+            values = torch.tensor(keys) if keys else torch.empty(0, dtype=torch.int64)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise DataError(
+                f"Ragged.of_lists: {error}; expected a list of keys for each sample, each a whole number from -2^63 to "
+                "2^63 - 1"
+            ) from error
+        if values.is_floating_point() or values.is_complex() or values.dim() != 1:
+            raise DataError(f"Ragged.of_lists: the keys are {_kind(values)}; expected whole numbers [N]")
+        return cls(values.long(), offsets_of(lengths))
 
     @classmethod
     def of_ones(cls, values: Tensor) -> "Ragged":

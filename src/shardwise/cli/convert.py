@@ -142,6 +142,11 @@ def command(
         _upcycle(path, out, experts, step)
         return
     if since is not None:
+        if to is not None or out.suffix in _PROGRAMS.values() or vectors != "fp32":
+            raise UsageError(
+                "convert: --since writes an increment of vectors in fp32 into a folder; leave out --to and --vectors, "
+                f"and give a folder instead of {out}"
+            )
         _export_since(path, out, since, step)
         return
     if out.suffix in (".yaml", ".yml"):
@@ -301,6 +306,8 @@ def _pack(source: str, out: Path, **options: Any) -> None:
 
 def _export(source: Path, out: Path, which: str = NEWEST, vectors: str = "fp32") -> None:
     """Write a step of ``source``, with vectors of a form if it has tables."""
+    if out.is_file():
+        raise UsageError(f"convert: {out} is a file; a run is written into a folder, so give another name")
     _of_step(source, out, which, partial(_export_step, source=source, out=out, vectors=vectors))
 
 

@@ -727,7 +727,8 @@ class Engine(StateAccess):
 
         The model is again without hooks, with its own dropout, forward passes and dtypes, and with whole weights, as
         precise as the masters that the optimizer updated. It can train on in plain torch, or be passed to
-        ``initialize`` again. A second call does nothing.
+        ``initialize`` again. A second call does nothing. Embedding tables keep their rows if all of them are in this
+        process's memory; tables on several ranks or in tiers refuse every later use, so save before.
 
         Collective if weights or masters are cut (stage 3; stages 1 and 2 with masters of a wider dtype than the
         weights), because every rank gathers them. The weights stay cut, with a warning, if whole weights do not fit

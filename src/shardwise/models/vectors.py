@@ -393,8 +393,10 @@ class Vectors:
 
         Raises:
             UsageError: if there is no such table.
-            DataError: if a key is outside of a static table.
+            DataError: if keys are no whole numbers, or if one is outside of a static table.
         """
+        if keys.is_floating_point() or keys.is_complex():
+            raise DataError(f"table {table!r}: keys are {keys.dtype}; expected whole numbers, as int64")
         asked = keys.detach().cpu().reshape(-1).numpy()
         rows = self.lookup_tables((table,), asked, np.zeros(asked.size, np.int64))
         return torch.from_numpy(rows).view(*keys.shape, rows.shape[1])

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.errors import CheckpointError, MismatchError, UsageError
+from shardwise.base.errors import CheckpointError, DataError, MismatchError, UsageError
 from shardwise.base.policy import nearest
 from shardwise.base.ragged import Ragged
 from shardwise.checkpoint import StepSummary, describe
@@ -342,8 +342,23 @@ def _check_tables(folder: Path, name: str, collection: EmbeddingCollection, vect
 
 
 def _whole(batch: Any, model: nn.Module) -> Any:
-    """Return a batch with an empty ``dense``, if it is features alone and the model is a built-in one."""
-    if not are_features(batch) or not isinstance(model, ClickModel):
+    """Return a batch with an empty ``dense``, if it is features alone and the model is a built-in one.
+
+    Raises:
+        DataError: if the batch is not what a built-in model takes.
+    """
+    if not isinstance(model, ClickModel):
+        return batch
+    if not are_features(batch):
+        if isinstance(batch, Mapping) and not {"dense", "sparse"} <= batch.keys():
+            raise DataError(
+                f"score: the batch has {', '.join(map(str, batch)) or 'nothing'}; expected dense and sparse, or "
+                "features by name for a model without dense features"
+            )
+        if isinstance(batch, str | bytes | int | float | None):
+            raise DataError(
+                f"score: the batch is a {type(batch).__name__}; expected a dictionary of tensors and features"
+            )
         return batch
     samples = next(iter(batch.values())).samples
     return {"dense": torch.zeros(samples, 0), "sparse": batch}

@@ -299,7 +299,7 @@ def _each_rank_evicts_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_replay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(store.RowStore, "catch_up", lambda self, rows, places: None)
+    patch.setattr(store.RowStore, "catch_up", lambda self, rows, places, for_update=False: None)
 
 
 def _gradients_stay_at_home(patch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,12 @@ def test_dots_beside_the_first_vector_equal_concatenations(shape: tuple[int, int
         assert torch.allclose(ours, theirs, rtol=1e-13, atol=1e-13)
 
 
+def test_other_numbers_of_samples_are_refused(form: str) -> None:
+    for first in (torch.zeros(1, 3), torch.zeros(4, 2)):
+        with pytest.raises(ValueError, match="expected"):
+            dots_beside(first, torch.zeros(4, 2, 3))
+
+
 def test_pairs_stand_row_by_row(form: str) -> None:
     z = torch.tensor([[[1.0], [10.0], [100.0]]])
     assert pairwise_dots(z).tolist() == [[10.0, 100.0, 1000.0]]

@@ -1,7 +1,10 @@
 """DLRM by its formula, with numbers and without."""
 
+import pytest
 import torch
 
+from shardwise.base.errors import DataError
+from shardwise.base.ragged import Ragged
 from tests.models.ctr.parts import inputs, small
 
 
@@ -24,3 +27,17 @@ def test_without_numbers_pairs_are_all_there_is() -> None:
     assert model.bottom is None
     dots = (rows[:, 0] * rows[:, 1]).sum(1, keepdim=True)
     assert torch.allclose(model.logits(dense, rows), model.top(dots).squeeze(1))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_dense_features_of_other_samples_are_refused(rows: int) -> None:
+    """The loop over pairs once read beyond the shorter tensor."""
+    model = small("dlrm", width=4, bottom=(5,), top=(6,))
+    keys = {name: Ragged.of_ones(torch.arange(4)) for name in ("user", "item")}
+    with pytest.raises(
+        DataError, match=rf"dense features are \[{rows}, 3\] beside 4 samples .* takes \[4, 3\]"
+    ):
+        model(torch.zeros(rows, 3, dtype=torch.float64), keys)
+    with pytest.raises(DataError, match="dense features are a list"):
+        model([1.0], keys)
+    assert model(torch.zeros(4, 3, dtype=torch.float64), keys)["logits"].shape == (4,)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.base.errors import UsageError
@@ -22,6 +23,7 @@ from shardwise.engine.model.original import OriginalAttributes
 from shardwise.engine.parts.parts import EngineParts, RunProgress
 from shardwise.engine.state import state
 from shardwise.engine.state.away import StateOffload
+from shardwise.observe.memory import available_bytes
 from shardwise.plan.mesh import Mesh
 
 _log = logging.getLogger(__name__)
@@ -108,10 +110,32 @@ class ModelHandle:
             for handle in stage.handles:
                 handle.remove()
         if not _is_cut(parts.mesh):  # a cut model keeps the hook, by which take_back refuses it
+            hand_on = self._tables_to_hand_on(whole)
             self._original.put_back()
             self._owner.remove()
+            hand_on()
         if whole:
             state.give_back(parts)
+
+    def _tables_to_hand_on(self, whole: bool) -> Callable[[], None]:
+        """Copy the rows of tables, and return a function that gives the model its tables back with them.
+
+        Rows that lie on several ranks, on a disk, or that memory does not hold twice are not copied, and the tables
+        refuse every later use.
+        """
+        collections = [*self._parts.tables.collections.values()]
+        free = available_bytes(torch.device("cpu"))
+        fits = free is None or 2 * sum(each.bytes_here for each in collections) < free
+        states = [each.rows_to_hand_on() if whole and fits else None for each in collections]
+        why = "they lay on several ranks or on a disk" if whole and fits else "they were not to be kept"
+        if not fits:
+            why = "memory does not hold them twice"
+
+        def hand_on() -> None:
+            for collection, given in zip(collections, states, strict=True):
+                collection.hand_on(given, why)
+
+        return hand_on
 
 
 class _OwnerHook:

@@ -57,7 +57,14 @@ def dots_beside(first: Tensor, rest: Tensor) -> Tensor:
 
     Returns:
         [B, D + n (n - 1) / 2].
+
+    Raises:
+        ValueError: if the shapes do not go together; the compiled loops would read beyond the shorter tensor.
     """
+    if first.shape != (rest.shape[0], rest.shape[2]):
+        raise ValueError(
+            f"first vectors are {[*first.shape]} beside others of {[*rest.shape]}; expected [B, D] and [B, n - 1, D]"
+        )
     if _is_one_loop(first, rest):
         beside: Tensor = _Dots.apply(rest, first)
         return beside

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.ragged import Ragged
 from shardwise.kernels.initializers import Constant, Initializer, Normal
 from shardwise.models.ctr.policy import CtrPolicy
@@ -86,8 +86,21 @@ class ClickModel(nn.Module, ABC):
             dense: Dense features, [B, N].
             sparse: The keys of each feature.
             labels: [B]; None: the result has no loss.
+
+        Raises:
+            DataError: if the dense features do not go with the keys.
         """
-        return outcome(self.logits(dense, self.vectors(sparse).to(dense.dtype)), labels)
+        if not isinstance(dense, Tensor):
+            raise DataError(
+                f"dense features are a {type(dense).__name__}; expected a tensor [B, {self.dense}]"
+            )
+        vectors = self.vectors(sparse).to(dense.dtype)
+        if dense.shape != (vectors.shape[0], self.dense):
+            raise DataError(
+                f"dense features are {[*dense.shape]} beside {vectors.shape[0]} samples of keys; this model takes "
+                f"[{vectors.shape[0]}, {self.dense}]"
+            )
+        return outcome(self.logits(dense, vectors), labels)
 
     def vectors(self, sparse: Mapping[str, Ragged]) -> Tensor:
         """Return the vectors of a batch in the order of the features: [B, F, W]."""

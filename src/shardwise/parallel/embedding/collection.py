@@ -99,6 +99,8 @@ class EmbeddingCollection(nn.Module):
         """Features that other collections of the model read."""
         self._has_looked = False
         """True once the feature names of a batch have been compared with those of the tables."""
+        self._ended = ""
+        """The reason why the rows are gone; empty if they are not."""
         self._copy_of: weakref.ref[EmbeddingCollection] | None = None
         """The original, if this collection is a copy that was made before the tables had rows."""
         self._check_names()
@@ -164,12 +166,44 @@ class EmbeddingCollection(nn.Module):
         self._load_given(is_led)
 
     def _check_unplaced(self) -> None:
-        """Raise UsageError if the tables are placed."""
+        """Raise UsageError if the tables are placed, or if their rows are gone."""
+        self._check_not_ended()
         if self._placed is not None:
             raise UsageError(
                 f"embedding: the tables lie on {counted(self._placed.group.size, 'rank')} already; tables are placed "
                 "once, before their first use. An engine places them in initialize"
             )
+
+    def _check_not_ended(self) -> None:
+        """Raise UsageError if the rows are gone."""
+        if self._ended:
+            raise UsageError(
+                f"embedding: the rows of table {self.tables[0].name!r} and the others went with the engine that was "
+                f"closed, because {self._ended}. Save before close, build the model anew, and load into its engine"
+            )
+
+    def rows_to_hand_on(self) -> tuple[dict[str, Any], torch.dtype] | None:
+        """Return a copy of all rows for ``hand_on``, when an engine ends; None if they are not all in this memory.
+
+        Returns:
+            (what ``set_extra_state`` takes, dtype of updates).
+        """
+        if self._placed is None or self._placed.group.size > 1 or any(each.tiers for each in self.tables):
+            return None
+        return self.get_extra_state(), self.dtype
+
+    def hand_on(self, rows: tuple[dict[str, Any], torch.dtype] | None, why: str) -> None:
+        """Keep rows that an engine leaves to plain torch or to the next engine, once the tables are no longer placed.
+
+        Args:
+            rows: what ``rows_to_hand_on`` returned before; None refuses every later use.
+            why: reason why there are no rows, for the refusal.
+        """
+        if rows is None:
+            self._ended = why
+        else:
+            state, self.dtype = rows
+            self.set_extra_state(state)
 
     def choose(
         self,
@@ -517,8 +551,18 @@ class EmbeddingCollection(nn.Module):
         """Return the tables' entry of ``state_dict``: all rows with their optimizer state, if they are on this rank.
 
         The entry of tables that have not been used only records that fact, because all their rows are start rows. The
-        entry of tables on several ranks has no rows, and a warning is logged.
+        entry of tables on several ranks, or of tables whose rows went with an engine, has no rows, and a warning is
+        logged.
         """
+        if self._ended:
+            _log.warning(
+                "the state_dict has no rows of the embedding tables: they went with the engine that was closed"
+            )
+            return {"format": _STATE_FORMAT, "tables": "of a closed engine"}
+        given = dict(self._to_load)
+        if self._placed is None and self._progress_to_load is not None and len(given) == len(self.tables):
+            found = {name: vars(rows) for name, rows in given.items()}
+            return {"format": _STATE_FORMAT, "progress": dict(self._progress_to_load), "tables": found}
         if self._placed is None:
             return {"format": _STATE_FORMAT, "tables": "unused"}
         if self._placed.group.size > 1:

@@ -98,6 +98,10 @@ class RowOptimizerPolicy(Policy):
             raise ValueError(f"l1, l2 and beta are FTRL's; {self.type!r} takes weight_decay")
         if self.type == "ftrl" and self.weight_decay:
             raise ValueError("weight_decay is not FTRL's; it takes l2")
+        if (self.nesterov or self.momentum != 0.9) and self.type != "momentum":
+            raise ValueError(f"momentum and nesterov are for type momentum; {self.type!r} has none")
+        if self.betas != (0.9, 0.999) and self.type != "adam":
+            raise ValueError(f"betas are Adam's; {self.type!r} has none")
         return self
 
 
@@ -123,13 +127,24 @@ class AdmissionPolicy(Policy):
     forgotten first.
     """
 
+    @model_validator(mode="after")
+    def _fields_fit_the_type(self) -> Self:
+        if self.probability != 1.0 and self.type != "probability":
+            raise ValueError(
+                f"probability {self.probability} is for type probability; type {self.type!r} ignores it"
+            )
+        if self.count != 1 and self.type != "frequency":
+            raise ValueError(f"count {self.count} is for type frequency; type {self.type!r} ignores it")
+        return self
+
 
 class EvictionPolicy(Policy):
     """Rule by which rows are evicted when the table is full: between steps, the lowest scores first."""
 
     type: Literal["none", "lru", "lfu", "age"] = "none"
     """``none``: a full table is an error; ``lru``: the score is the step of the last use; ``lfu``: the score is the
-    number of uses; ``age``: rows that were unused for ``max_age_steps`` are evicted, whether the table is full or not.
+    number of steps in which the key came; ``age``: rows that were unused for ``max_age_steps`` are evicted, whether the
+    table is full or not.
     """
     max_age_steps: PositiveInt | None = None
     """Steps without a use after which ``age`` evicts a row."""

@@ -58,6 +58,11 @@ def test_a_budget_in_bytes() -> None:
         train_on(collection, [4])
 
 
+def test_a_budget_below_one_row_is_refused() -> None:
+    with pytest.raises(PlanError, match="budget_bytes 23 is below the 24 bytes of one row"):
+        train_on(collection_of(DynamicPolicy(budget_bytes=23)), [1])
+
+
 def test_a_row_that_comes_back_begins_anew() -> None:
     eviction = EvictionPolicy(type="age", max_age_steps=2)
     collection = collection_of(DynamicPolicy(eviction=eviction))

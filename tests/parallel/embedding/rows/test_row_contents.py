@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.base.errors import MismatchError
 from shardwise.base.ragged import Ragged
 from shardwise.comm.collectives import Group
 from shardwise.parallel.embedding.collection import EmbeddingCollection
 from shardwise.parallel.embedding.policy import DynamicPolicy, RowOptimizerPolicy, TablePolicy
+from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 from shardwise.parallel.embedding.rows.row_contents import RowContents
 from shardwise.tiers.row_tiers import RowTiersPolicy
 from tests.parallel.embedding.threads import on_ranks
@@ -75,3 +77,14 @@ def test_rows_are_sorted_for_the_disk_as_a_save_reads_them(
     placement: str, policy: DynamicPolicy | None
 ) -> None:
     assert on_ranks(2, lambda group: ordered(group, placement, policy)) == [[True, True]] * 2
+
+
+def test_rows_of_another_form_are_not_loaded() -> None:
+    """The first columns were once taken in silence."""
+    collection = EmbeddingCollection([TablePolicy(name="t", width=4, rows=9)], RowOptimizerPolicy())
+    collection.place(Group.alone("dp"))
+    for columns in (2, 7):
+        with pytest.raises(MismatchError, match=f"columns 0 to {columns - 1}; here are columns 0 to 3 of 4"):
+            collection.load_rows("t", KeyedRows.of_weights(torch.arange(3), torch.ones(3, columns)))
+    with pytest.raises(MismatchError, match="1 keys for 2 rows of weights"):
+        collection.load_rows("t", KeyedRows.of_weights(torch.tensor([3]), torch.ones(2, 4)))

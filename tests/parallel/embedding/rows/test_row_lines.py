@@ -37,6 +37,10 @@ def test_lines_move_as_bytes(optimizer: RowOptimizer, weights: torch.dtype, stat
     ours, theirs = lines.stored(PLACES)[1], other.stored(torch.tensor([1, 3, 0]))[1]
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert not other.weights(torch.tensor([2, 4])).any(), "other places are untouched"
+    other.write(slice(0, 5), torch.zeros(5, lines.columns))
+    for place, line in enumerate(moved.split(1)):
+        other.from_bytes(torch.tensor([place]), line)
+    assert torch.equal(other.to_bytes(torch.arange(3)), moved), "one line begins at any byte"
     kept = torch.empty_like(moved)
     assert lines.to_bytes(PLACES, kept) is kept and torch.equal(kept, moved)
 

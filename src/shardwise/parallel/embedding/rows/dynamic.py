@@ -397,10 +397,18 @@ def capacity_of(policy: DynamicPolicy, row_bytes: int) -> int | None:
     Args:
         policy: growth of the table.
         row_bytes: bytes of a row with its optimizer state.
+
+    Raises:
+        PlanError: if the budget is below one row.
     """
     rows = [] if policy.capacity is None else [policy.capacity]
     if policy.budget_bytes is not None:
-        rows.append(max(policy.budget_bytes // row_bytes, 1))
+        if policy.budget_bytes < row_bytes:
+            raise PlanError(
+                f"embedding: dynamic.budget_bytes {policy.budget_bytes} is below the {row_bytes} bytes of one row with "
+                "its optimizer state, so that the table could keep nothing; raise it, or give dynamic.capacity in rows"
+            )
+        rows.append(policy.budget_bytes // row_bytes)
     return min(rows, default=None)
 
 

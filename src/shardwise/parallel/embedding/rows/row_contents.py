@@ -220,6 +220,21 @@ class RowContents:
         self.wait_for_save()
         self._store.dynamic[place].wait(candidates[self._belongs(place, candidates[:, 0])])
 
+    def _check_form(self, name: str, rows: KeyedRows) -> None:
+        """Raise MismatchError unless rows have this rank's columns, none that the table lacks, and a key each."""
+        here, whole = self._store.columns, self._store.tables.width
+        first, stop = rows.first_column, rows.first_column + rows.weights.shape[1]
+        if first > here.start or stop < here.stop or stop > whole:
+            raise MismatchError(
+                f"table {name!r}: rows with columns {first} to {stop - 1}; here are columns {here.start} to "
+                f"{here.stop - 1} of {whole}"
+            )
+        if rows.keys.numel() != len(rows.weights):
+            raise MismatchError(
+                f"table {name!r}: {rows.keys.numel()} keys for {len(rows.weights)} rows of weights; expected a key for "
+                "each row"
+            )
+
     def load_rows(self, place: int, rows: KeyedRows) -> None:
         """Load the rows of a table that belong to this rank.
 
@@ -232,14 +247,7 @@ class RowContents:
         """
         self.wait_for_save()
         name = self._store.tables.tables[place].name
-        first = self._store.columns.start - rows.first_column
-        width = len(self._store.columns)
-        if first < 0 or rows.weights.shape[1] < first + width:
-            raise MismatchError(
-                f"table {name!r}: rows with columns {rows.first_column} to "
-                f"{rows.first_column + rows.weights.shape[1] - 1}; here are columns {self._store.columns.start} to "
-                f"{self._store.columns.stop - 1} of {self._store.tables.width}"
-            )
+        self._check_form(name, rows)
         mine = self._belongs(place, rows.keys)
         keys = rows.keys[mine]
         if self._store.dynamic:

@@ -260,7 +260,9 @@ class RowLines:
         start = 0
         for each in self.tensors:
             stop = start + each.shape[1] * each.itemsize
-            _write(each, places, lines[:, start:stop].contiguous().view(each.dtype))
+            # A part of one line counts as contiguous and would stay where it is, at an address of bytes.
+            part = lines[:, start:stop].clone(memory_format=torch.contiguous_format)
+            _write(each, places, part.view(each.dtype))
             start = stop
 
     def _keep(self, places: Tensor) -> None:
