@@ -94,6 +94,12 @@ class StoredTable(NamedTuple):
     D])."""
 
 
+def check_table_name(name: str) -> None:
+    """Raise UsageError if the name of a table cannot be that of the file of its vectors."""
+    if Path(name).name != name or name.startswith("."):
+        raise UsageError(f"table {name!r}: its name cannot be a file's; rename the table")
+
+
 def write_vectors(
     folder: str | Path,
     tables: Iterable[StoredTable],
@@ -122,8 +128,7 @@ def write_vectors(
         raise UsageError(f"vectors are written as {', '.join(FORMS)}; given {dtype}")
     folder, tables = Path(folder), list(tables)
     for table in tables:
-        if Path(table.name).name != table.name or table.name.startswith("."):
-            raise UsageError(f"table {table.name!r}: its name cannot be a file's; rename the table")
+        check_table_name(table.name)
     folder.mkdir(parents=True, exist_ok=True)
     index, coming = folder / _INDEX, folder / f"{_INDEX}.part"
     earlier = {

@@ -378,3 +378,15 @@ def test_marks_are_counted(tmp_path: Path) -> None:
         engine.close()
     with pytest.raises(ConfigError, match="export: the model has no EmbeddingCollection"):
         shardwise.initialize(torch.nn.Linear(2, 2), {"export": {"every": 1}})
+
+
+def test_a_name_that_is_no_files_is_refused_before_the_first_step() -> None:
+    net = Net({})
+    net.tables.tables = tuple(
+        table.model_copy(update={"name": "a/b", "features": table.feature_names})
+        if table.name == "wide"
+        else table
+        for table in net.tables.tables
+    )
+    with pytest.raises(UsageError, match="'tables.a/b': its name cannot be a file's"):
+        shardwise.initialize(net, {"export": {"every": 4}})

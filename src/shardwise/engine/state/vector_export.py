@@ -38,7 +38,7 @@ from shardwise.formats.safetensors import CODES, DTYPES, SafetensorsWriter, read
 from shardwise.models.ctr.build import described
 from shardwise.models.dense_part import DenseToWrite
 from shardwise.models.increments import ChangedTable, ExportedStep, increment_name, write_increment
-from shardwise.models.vectors import INCREMENTS, StoredTable, write_vectors
+from shardwise.models.vectors import INCREMENTS, StoredTable, check_table_name, write_vectors
 
 _log = logging.getLogger(__name__)
 _PARTS = ".export-"
@@ -100,9 +100,15 @@ class VectorExport:
 
     Args:
         parts: The running parts of the engine.
+
+    Raises:
+        UsageError: if ``export`` is configured, and the name of a table cannot be that of a file.
     """
 
     def __init__(self, parts: EngineParts) -> None:
+        if parts.config.export is not None:
+            for name, _, _ in parts.tables.each():
+                check_table_name(name)
         self._parts = parts
         self._last: _Exported | None = None
 
