@@ -129,9 +129,9 @@ def losses_and_rows(
     assert tallies["tables.grows"].evicted > 0 and tallies["tables.rare"].rows > 0
     dense = {name: value.tolist() for name, value in engine.state_dict().items()}
     keys = engine.traffic.total("keys").bytes
-    left = wait_for_threads()
+    left, rows = wait_for_threads(), row_of(engine)
     engine.close()
-    return {"found": found, "rows": row_of(engine), "dense": dense}, keys, left
+    return {"found": found, "rows": rows, "dense": dense}, keys, left
 
 
 CASES = [

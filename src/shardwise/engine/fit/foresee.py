@@ -55,7 +55,7 @@ from shardwise.engine.fit.beside_steps import (
     table_bytes_at_save,
 )
 from shardwise.engine.fit.hosts import cp_hosts, exchanges_on_hosts
-from shardwise.engine.fit.outside import small_share, with_outside
+from shardwise.engine.fit.outside import TABLES_ROW, small_share, with_outside
 from shardwise.engine.fit.table_code import load_table_code
 from shardwise.engine.parts.inputs import Loss, call_model, cast_at_the_root, find_loss
 from shardwise.engine.parts.named import check_named, methods_of
@@ -288,7 +288,7 @@ class JobFacts(NamedTuple):
         return RowsBesideSteps(
             always=always,
             build=build,
-            save={"save": copy, "table rows": table_bytes_at_save(plan, rank)},
+            save={"save": copy, TABLES_ROW: table_bytes_at_save(plan, rank)},
             load=load_rows(plan, rank),
             saves=policy.every is not None,
         )

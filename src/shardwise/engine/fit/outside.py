@@ -19,7 +19,8 @@ On a CPU:
 
     holes                       gradients that are made after the moment at which a step's tensors are largest, at most
                                 what passes keep in pieces under 32 MiB; and as much as the rows of tables on their way
-                                take, in such pieces
+                                take, in such pieces. Beside a save of tables, which a thread with memory of its own
+                                reads and writes, all that a step has taken beside the state
 
 glibc keeps freed pieces of less than 32 MiB for later requests and seldom joins what activations leave into the larger
 buffers of gradients, so that the process holds both; larger pieces go back to the system. With
@@ -46,6 +47,8 @@ OUTSIDE_ROW = "driver and communicators"
 """Name of the row for the bytes that torch's allocator does not hold."""
 HOLES_ROW = "holes"
 """Name of the row for the bytes that torch's allocator holds without tensors in them."""
+TABLES_ROW = "table rows"
+"""Name of the row for the bytes that a save holds of tables beside the tables."""
 
 DRIVER_BYTES = 512 << 20
 """Bytes of the driver's context with its loaded kernels; an estimate, not yet measured on a device."""
@@ -95,6 +98,11 @@ def _with_heap(step: StepMemory, gradient_bytes: int, small: float) -> StepMemor
             holes = min(max(later, 0), int(small * rows.get("kept", 0)))
             holes += rows.get(HOLES_ROW, 0)
             points[phase] = points[phase]._replace(rows={**rows, HOLES_ROW: holes} if holes else rows)
+    if {"save", "step"} <= points.keys() and points["save"].rows.get(TABLES_ROW):
+        # The thread of the save does not reuse what the thread of the steps has freed.
+        steps = points["step"].rows
+        holes = sum(steps.get(row, 0) for row in (HOLES_ROW, "kept", "at work"))
+        points["save"] = points["save"]._replace(rows={**points["save"].rows, HOLES_ROW: holes})
     step = step._replace(points=points)
     tiers = {**step.bytes_by_tier, "device": max(point.bytes_on(step.near) for point in step.counted)}
     return step._replace(bytes_by_tier=tiers)

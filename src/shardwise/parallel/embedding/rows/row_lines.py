@@ -257,6 +257,9 @@ class RowLines:
 
     def from_bytes(self, places: Tensor, lines: Tensor) -> None:
         """Write lines from the bytes that ``to_bytes`` returned: uint8 [U, line_bytes] at places."""
+        if len(self.tensors) == 1:
+            _write(self.memory, places, lines.contiguous().view(self.memory.dtype))
+            return
         start = 0
         for each in self.tensors:
             stop = start + each.shape[1] * each.itemsize
