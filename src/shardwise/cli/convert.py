@@ -143,10 +143,7 @@ def command(
         return
     if since is not None:
         if to is not None or out.suffix in _PROGRAMS.values() or vectors != "fp32":
-            raise UsageError(
-                "convert: --since writes an increment of vectors in fp32 into a folder; leave out --to and --vectors, "
-                f"and give a folder instead of {out}"
-            )
+            _refuse_forms(out)
         _export_since(path, out, since, step)
         return
     if out.suffix in (".yaml", ".yml"):
@@ -176,6 +173,13 @@ def command(
         _import(path, out)
     else:
         _tokenise(source, out, tokenizer, pattern)
+
+
+def _refuse_forms(out: Path) -> None:
+    raise UsageError(
+        "convert: --since writes an increment of vectors in fp32 into a folder; leave out --to and --vectors, and give "
+        f"a folder instead of {out}"
+    )
 
 
 def _program(source: Path, out: Path, form: str | None, which: str) -> None:

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,13 @@ class LinesBelow(Protocol):
 Memory = TypeVar("Memory", bound=LineMemory)
 Order = Callable[[Tensor], Tensor]
 """Function that returns a number for each row, by which rows are sorted: int64 [n] -> [n]."""
+
+
+class _Owner(NamedTuple):
+    """What the owner of a cache knows of its rows."""
+
+    draw: Draw | None
+    order: Order | None
 
 
 @dataclass
@@ -126,7 +133,7 @@ class RowCache(Generic[Memory]):
         self.window = window
         self.places = places
         self.below = below
-        self._draw, self._order = draw, order
+        self._owner = _Owner(draw, order)
         self._figures = CacheFigures()
         self._changed = threading.Condition()
         self._reads = threading.Lock()
@@ -251,7 +258,7 @@ class RowCache(Generic[Memory]):
                 self.below.read(stored, out)
             memory.from_bytes(places[held], out)
         if stored.numel() < rows.numel():
-            draw_lines(self._draw, memory, places[~held], rows[~held])
+            draw_lines(self._owner.draw, memory, places[~held], rows[~held])
 
     @contextmanager
     def _stalls(self) -> Iterator[None]:
@@ -300,8 +307,8 @@ class RowCache(Generic[Memory]):
         dirty = torch.from_numpy(places[self._marks.dirty[places]])
         if dirty.numel():
             rows = self._index.keys_of(dirty)
-            if self._order is not None:
-                by = self._order(rows).argsort()
+            if self._owner.order is not None:
+                by = self._owner.order(rows).argsort()
                 rows, dirty = rows[by], dirty[by]
             self.below.write(rows, self.lines.to_bytes(dirty))
             self._marks.dirty[dirty.numpy()] = False
@@ -350,7 +357,7 @@ class RowCache(Generic[Memory]):
             self._marks.step[at] = np.maximum(self._marks.step[at], self._step + steps)
             self._marks.recent[at] = True
             missing = rows[places < 0]
-            if self._draw is None:
+            if self._owner.draw is None:
                 missing = missing[self.below.holds(missing)]
             free = self.places - len(self._index)
             if missing.numel() > free:
@@ -427,7 +434,7 @@ class RowCache(Generic[Memory]):
                 self._marks,
                 self.below.snapshot(),
                 self._changed,
-                self._draw,
+                self._owner.draw,
                 self._end_snapshot,
             )
             return self._snapshot
