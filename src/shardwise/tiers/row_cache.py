@@ -78,7 +78,7 @@ Order = Callable[[Tensor], Tensor]
 
 
 class _Owner(NamedTuple):
-    """What the owner of a cache knows of its rows."""
+    """The functions that a cache calls to learn about its rows."""
 
     draw: Draw | None
     order: Order | None
