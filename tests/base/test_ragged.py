@@ -26,6 +26,7 @@ def test_samples_of_a_batch() -> None:
     assert samples_in({"scale": torch.tensor(1.0), "sparse": {"a": bags}, "x": torch.zeros(5)}) == 4
     assert samples_in((torch.zeros(3, 2), bags)) == 3
     assert samples_in({"text": "ab", "list": [1, 2], "none": None}) is None
+    assert samples_in(torch.tensor(1.0)) is None
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.adopt import IterableData, MapStyleData, adopt, samples_in
+from shardwise.data.adopt import IterableData, MapStyleData, adopt
 
 
 class Numbers(IterableDataset[int]):
@@ -94,10 +94,3 @@ def test_a_loader_keeps_its_collate_and_workers() -> None:
 def test_what_cannot_work_is_refused(data: Any, workers: int, error: type[Exception], expected: str) -> None:
     with pytest.raises(error, match=expected):
         adopt(data, workers=workers)
-
-
-def test_samples_in_a_batch() -> None:
-    assert samples_in({"name": "x", "tokens": torch.zeros(3, 4)}) == 3
-    assert samples_in((torch.zeros(2), torch.zeros(5))) == 2
-    assert samples_in(["text", 5]) is None
-    assert samples_in(torch.tensor(1.0)) is None

@@ -179,6 +179,8 @@ def _plain_catch_up(
     most = last if horizon is None or not (rests == _WITHOUT_M or is_closed) else horizon
     held = slab[rows]
     w, m, v, first = held.split([width, width, width, 1], 1)
+    if slab.device.type == "cpu" and rests != _NEVER:  # elsewhere a look would wait for the device
+        stood = stood[_has_moments(m, v, rests)[:, 0]]
     for step in _missed(stood, last, most):
         moves = first == step - 1  # another row may be steps ahead of this one
         if rests != _NEVER:
