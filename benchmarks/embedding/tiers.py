@@ -3,7 +3,8 @@
     python benchmarks/embedding/tiers.py FOLDER [--rows 4000000] [--cached 200000] [--hits 0.95] [--rounds 5]
     python benchmarks/embedding/tiers.py FOLDER --long 5000        # the longest step over the median, with saves
 
-Both engines train one model on the same batches, in turns, with the rows of the next step read ahead. A share
+Both engines train one model on the same batches, in turns, with the rows of the next step read ahead; the batches are
+made before the clock starts, because what makes them would take a core from the thread that reads ahead. A share
 ``--hits`` of the keys is drawn from rows that stay in the cache, the others from all rows. Every row of the table is
 written once before, so that no miss is a row that is merely drawn.
 
@@ -99,8 +100,8 @@ def compare(options: argparse.Namespace) -> None:
     found: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(options.rounds + 1):
         for name, engine in engines.items():
-            batches = batches_of(options.rows, hot, options.hits, options.steps, turn)
-            seconds = seconds_of(engine, batches)
+            batches = list(batches_of(options.rows, hot, options.hits, options.steps, turn))
+            seconds = seconds_of(engine, iter(batches))
             figures = engine.take_tier_figures()
             if turn:  # the first turn warms up
                 found[name].append(statistics.median(seconds))
