@@ -17,7 +17,8 @@ If a read or a write fails, the cache stays as it was: a row without its line ge
 written keeps its place. A third thread may read a snapshot, which sees the rows as they were (cache_snapshot.py).
 
 Replacement: a second-chance clock. A hand moves over the places; it passes a row that was used since it last came, and
-removes a row that was not. Rows leave in batches, and the changed ones of a batch are written in one request.
+removes a row that was not. Rows leave in batches, and the changed ones of a batch are written in one request, sorted
+by ``order``: what a save reads together then lies together on the disk.
 
 Paper: Zhao et al. 2020, arXiv:2003.05622 (hierarchical parameter server).
 Cost:  a lookup of each row, a read of each missing row, a write of each changed row that leaves; beside the lines about
