@@ -23,6 +23,7 @@ from torch import nn
 
 import shardwise
 from shardwise.base.errors import CheckpointError, MeshError, UsageError
+from shardwise.parallel.embedding.rows.keyed_rows import KeyedRows
 from shardwise.tiers.row_tiers import RowTiersPolicy
 from tests.engine.engines_campaign import campaign, fresh_job
 from tests.engine.tables_net import Net, batch, train
@@ -311,6 +312,19 @@ def test_tables_are_left_with_their_rows_or_refuse(tmp_path: Path) -> None:
     for found in fresh_job(tables_left, str(tmp_path)):
         assert "the rows of table 'large' and the others went with the engine" in found[0] and found[2]
         assert found[1] == found[3] == alone[1], "the dense weights are whole"
+
+
+def test_a_row_that_was_evicted_does_not_come_back_with_the_rows_that_are_left() -> None:
+    """Rows that were given before ``initialize`` were once loaded again beside those that close had left."""
+    net = Net({}).double()
+    given = KeyedRows.of_weights(torch.arange(-20, 0), torch.ones(20, 6, dtype=torch.float64))
+    net.tables.load_rows("grows", given)
+    engine = shardwise.initialize(net, {"precision": "fp64", "optimizer": {"type": "adamw", "lr": 1e-2}})
+    train(engine, 12)
+    kept = net.tables.rows_here("grows").keys
+    assert not torch.isin(given.keys, kept).all(), "some were evicted"
+    engine.close()
+    assert torch.equal(net.tables.rows_here("grows").keys, kept)
 
 
 def said_at_the_end(folder: str) -> str:

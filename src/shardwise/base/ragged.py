@@ -172,7 +172,7 @@ def samples_in(batch: Any) -> int | None:
         parts = batch.values()
     elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
         parts = batch
-    elif is_dataclass(batch):
+    elif is_dataclass(batch) and not isinstance(batch, type):
         parts = (getattr(batch, field.name) for field in fields(batch))
     sizes = (samples_in(part) for part in parts)
     return next((size for size in sizes if size is not None), None)

@@ -560,7 +560,8 @@ class EmbeddingCollection(nn.Module):
             )
             return {"format": _STATE_FORMAT, "tables": "of a closed engine"}
         given = dict(self._to_load)
-        if self._placed is None and self._progress_to_load is not None and len(given) == len(self.tables):
+        is_whole = len(self._to_load) == len(given) == len(self.tables)
+        if self._placed is None and self._progress_to_load is not None and is_whole:
             found = {name: vars(rows) for name, rows in given.items()}
             return {"format": _STATE_FORMAT, "progress": dict(self._progress_to_load), "tables": found}
         if self._placed is None:
@@ -605,6 +606,7 @@ class EmbeddingCollection(nn.Module):
             self.saved.clear()
             self.saved.load_progress(state["progress"])
         else:
+            self._to_load = []  # rows that were given before would come back in a dynamic table
             self._progress_to_load = dict(state["progress"])
         for name, rows in given.items():
             self.load_rows(name, rows)
